@@ -1,0 +1,1 @@
+"""Prefill-as-a-Service: long prompts are prefilled remotely, their KVCache arrives over TCP."""

@@ -1,0 +1,1 @@
+"""The hybrid prefix cache: opaque pages, keys, hits."""

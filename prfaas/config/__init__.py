@@ -1,0 +1,1 @@
+"""Options of all rooms, composed: flag > environment > TOML > default."""

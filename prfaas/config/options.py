@@ -1,0 +1,61 @@
+"""All options of one node."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prfaas.cache.options import CacheOptions
+from prfaas.engine.options import EngineOptions
+from prfaas.log import LogFormat
+from prfaas.scheduler.options import SchedulerOptions
+from prfaas.transport.options import TransportOptions
+
+Role = Literal["prefill", "pd", "scheduler"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Options of the `[model]` section."""
+
+    model: str = "gemma-3-270m"
+    """A fetched name, a GGUF file or a Hugging Face directory."""
+    served_model_name: str | None = None
+    """What clients call it; None is the name or the file's stem."""
+    chat_template: str | None = None
+    """A jinja file that replaces the checkpoint's template."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """Options of the `[http]` section."""
+
+    host: str = "127.0.0.1"
+    port: int | None = None
+    """None is the role's: pd 8000, prefill 8100, scheduler 8200."""
+    max_body_bytes: int = 32 << 20
+    drain_timeout_s: float = 30.0
+    """After SIGTERM, running answers get this long."""
+    read_timeout_s: float = 30.0
+    """A request's head and body must arrive within this."""
+    cors_allow_origin: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogOptions:
+    """Options of the `[log]` section."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: LogFormat = "console"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """One node: a role and the options of its rooms."""
+
+    role: Role = "pd"
+    model: ModelOptions = field(default_factory=ModelOptions)
+    http: HttpOptions = field(default_factory=HttpOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    transport: TransportOptions = field(default_factory=TransportOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    log: LogOptions = field(default_factory=LogOptions)

@@ -1,0 +1,1 @@
+"""Mixers and feed-forward layers."""

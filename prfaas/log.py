@@ -1,0 +1,42 @@
+"""structlog events on standard error: `noun.verb` with fields in named units, never prompt text."""
+
+import logging
+import sys
+from typing import Literal, cast
+
+import structlog
+
+LogFormat = Literal["console", "json"]
+Logger = structlog.typing.FilteringBoundLogger
+
+
+def configure_logging(*, level: str = "info", log_format: LogFormat = "console") -> None:
+    """Send all events of `level` and above to standard error in one format.
+
+    Control characters in values are escaped by both renderers, so that a client's bytes cannot
+    forge a line.
+    """
+    renderer: structlog.typing.Processor = (
+        structlog.processors.JSONRenderer()
+        if log_format == "json"
+        else structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"])
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.dict_tracebacks
+            if log_format == "json"
+            else structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+
+
+def get_logger() -> Logger:
+    """Return the logger; bind request_id where a request enters."""
+    return cast("Logger", structlog.get_logger())

@@ -1,0 +1,1 @@
+"""The model directory: fetch, convert, resolve."""

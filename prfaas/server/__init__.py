@@ -1,0 +1,1 @@
+"""The async shell: HTTP, roles, the engine thread."""

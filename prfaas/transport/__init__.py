@@ -1,0 +1,1 @@
+"""The KV channel: frames, handshake, client and server drivers."""

@@ -1,0 +1,23 @@
+"""How a node reaches its peer and how long it waits."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportOptions:
+    """Options of the `[transport]` section."""
+
+    peer: str | None = None
+    """host:port of the prefill node; pd role only."""
+    connect_timeout_s: float = 2.0
+    stall_timeout_s: float = 2.0
+    """No verified byte for this long: the rest is prefilled locally."""
+    lease_s: float = 10.0
+    """A transfer that makes no progress for this long is dropped by its sender."""
+    max_transfers: int = 16
+    """Transfers one prefill node holds at once; more are refused as overloaded."""
+    accept_numerics: Literal["equal", "approximate"] = "equal"
+    """approximate: take KV from a peer with other numerics; answers say exact: false."""
+    allow_plaintext: bool = False
+    """The KV channel may leave loopback without encryption."""
