@@ -1,0 +1,88 @@
+"""What must hold between settings, beyond the limits of each."""
+
+import ipaddress
+from typing import Protocol
+
+from prfaas.config.options import NodeConfig
+from prfaas.config.settings import ROLE_PORTS
+from prfaas.errors import ConfigError
+
+
+class NameOf(Protocol):
+    """Return how the person who set `key` wrote it: a flag, a variable or a TOML key."""
+
+    def __call__(self, key: str) -> str: ...  # noqa: D102 - the class says it
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether traffic to `host` stays on this machine; a name other than localhost may not."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def split_peer(peer: str) -> tuple[str, int]:
+    """Return host and port of `host:port` or `[v6]:port`.
+
+    Raises:
+        ValueError: another form, or a port outside 1..65535.
+    """
+    host, colon, port = peer.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if is_bracketed:
+        host = host[1:-1]
+    if (
+        not colon
+        or not host
+        or (":" in host and not is_bracketed)
+        or any(char in "/@?#[]" or char.isspace() for char in host)
+    ):
+        raise ValueError(f"expected host:port, not {peer!r}")
+    if not (port.isascii() and port.isdigit()) or not 1 <= int(port[:6]) <= 65_535:
+        raise ValueError(f"expected a port from 1 to 65535, not {port!r}")
+    return host, int(port)
+
+
+def check_rules(config: NodeConfig, name_of: NameOf) -> None:
+    """Raise ConfigError for values that do not fit together; `config.http.port` is set."""
+    chunk_tokens, block_tokens = config.engine.chunk_tokens, config.cache.block_tokens
+    if chunk_tokens % block_tokens:
+        raise ConfigError(
+            f"{name_of('engine.chunk_tokens')}: {chunk_tokens} is no multiple of the block of"
+            f" {block_tokens} tokens ({name_of('cache.block_tokens')})"
+        )
+    _check_listener(config, name_of)
+    _check_peer(config, name_of)
+
+
+def _check_listener(config: NodeConfig, name_of: NameOf) -> None:
+    host = config.http.host
+    serves_kv = config.role == "prefill"
+    if serves_kv and not is_loopback(host) and not config.transport.allow_plaintext:
+        raise ConfigError(
+            f"{name_of('http.host')}: {host} serves KVCache unencrypted beyond this machine;"
+            " allow it with --allow-plaintext on a network you trust"
+        )
+
+
+def _check_peer(config: NodeConfig, name_of: NameOf) -> None:
+    if config.transport.peer is None:
+        return
+    name = name_of("transport.peer")
+    try:
+        host, port = split_peer(config.transport.peer)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    own_port = config.http.port or ROLE_PORTS[config.role]
+    if port == own_port and (
+        host == config.http.host or (is_loopback(host) and is_loopback(config.http.host))
+    ):
+        raise ConfigError(f"{name}: {config.transport.peer} is this node's own address")
+    if not is_loopback(host) and not config.transport.allow_plaintext:
+        raise ConfigError(
+            f"{name}: KVCache from {host} would cross the network unencrypted; allow it with"
+            " --allow-plaintext on a network you trust"
+        )

@@ -1,0 +1,202 @@
+"""The table of settings: for each field of the rooms' options its name in flags, environment and TOML, its limits, and the roles that heed it."""
+
+import types
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from prfaas.cache.options import CacheOptions
+from prfaas.config.options import HttpOptions, LogOptions, ModelOptions, Role
+from prfaas.engine.options import EngineOptions
+from prfaas.scheduler.options import SchedulerOptions
+from prfaas.transport.options import TransportOptions
+
+Kind = Literal["choice", "integer", "number", "size", "switch", "text"]
+
+SECTIONS: dict[str, type[Any]] = {
+    "model": ModelOptions,
+    "http": HttpOptions,
+    "engine": EngineOptions,
+    "cache": CacheOptions,
+    "transport": TransportOptions,
+    "scheduler": SchedulerOptions,
+    "log": LogOptions,
+}
+"""TOML table -> the options it fills, in the order they are printed."""
+
+ALL_ROLES: tuple[Role, ...] = get_args(Role)
+ROLE_PORTS: dict[Role, int] = {"pd": 8000, "prefill": 8100, "scheduler": 8200}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One value that a person can set, and everything that is checked of it alone."""
+
+    section: str
+    """The TOML table; empty for the top level."""
+    name: str
+    kind: Kind
+    help: str
+    choices: tuple[str, ...] = ()
+    above: float | None = None
+    """The value must be greater than this."""
+    minimum: float | None = None
+    maximum: float | None = None
+    roles: tuple[Role, ...] = ALL_ROLES
+    is_secret: bool = False
+    needs_section: bool = False
+    """The field's name alone does not say what it is of, so flag and variable name the section too."""
+
+    @property
+    def key(self) -> str:
+        """The name in TOML: `section.name`."""
+        return f"{self.section}.{self.name}" if self.section else self.name
+
+    @property
+    def parameter(self) -> str:
+        """The name of the flag as an identifier."""
+        return f"{self.section}_{self.name}" if self.needs_section else self.name
+
+    @property
+    def flag(self) -> str:
+        """The flag: `--threshold-tokens`."""
+        return "--" + self.parameter.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable: `PRFAAS_THRESHOLD_TOKENS`."""
+        return "PRFAAS_" + self.parameter.upper()
+
+
+def kind_of(name: str, hint: object) -> tuple[Kind, tuple[str, ...]]:
+    """Return how a field of this name and type is read, and its choices if it has a closed set."""
+    if get_origin(hint) in {Union, types.UnionType}:
+        (hint,) = (arm for arm in get_args(hint) if arm is not type(None))
+    if get_origin(hint) is Literal:
+        return "choice", get_args(hint)
+    if hint is int and name.endswith("_bytes"):
+        return "size", ()
+    kinds: dict[object, Kind] = {bool: "switch", int: "integer", float: "number", str: "text"}
+    return kinds[hint], ()
+
+
+def _setting(key: str, help_text: str, **limits: Any) -> Setting:
+    section, _, name = key.rpartition(".")
+    hint = get_type_hints(SECTIONS[section])[name] if section else Role
+    kind, choices = kind_of(name, hint)
+    return Setting(section=section, name=name, kind=kind, choices=choices, help=help_text, **limits)
+
+
+_PD: tuple[Role, ...] = ("pd",)
+_PREFILL: tuple[Role, ...] = ("prefill",)
+
+SETTINGS: tuple[Setting, ...] = (
+    _setting("role", "pd serves the API and decodes; prefill computes KVCache for others."),
+    _setting(
+        "model.model", "A fetched name, a GGUF file, or a Hugging Face directory or repository."
+    ),
+    _setting(
+        "model.served_model_name", "What clients call the model. Default: its name.", roles=_PD
+    ),
+    _setting("model.chat_template", "A jinja file used instead of the checkpoint's template."),
+    _setting("http.host", "Address to listen on."),
+    _setting(
+        "http.port",
+        "Port to listen on. Default: pd 8000, prefill 8100.",
+        minimum=1,
+        maximum=65_535,
+    ),
+    _setting("http.max_body_bytes", "Largest request body; beyond it 413.", minimum=1024),
+    _setting(
+        "http.drain_timeout_s",
+        "After SIGTERM running answers get this long.",
+        minimum=0,
+        maximum=86_400,
+    ),
+    _setting(
+        "http.read_timeout_s",
+        "A request's head and body must arrive within this.",
+        above=0,
+        maximum=86_400,
+    ),
+    _setting(
+        "http.cors_allow_origin",
+        "Origin that browsers may call from, or *. Default: none.",
+        roles=_PD,
+    ),
+    _setting("engine.dtype", "Weight packing; activations and KV are float32 either way."),
+    _setting(
+        "engine.threads",
+        "Torch threads. Default: all cores. Two nodes on one machine: cores / nodes.",
+        minimum=1,
+        maximum=1024,
+    ),
+    _setting("engine.max_batch_sequences", "Sequences that run at once.", minimum=1, maximum=4096),
+    _setting(
+        "engine.chunk_tokens",
+        "Prefill tokens of one step; a multiple of the block.",
+        minimum=1,
+        maximum=1 << 20,
+    ),
+    _setting("engine.kv_ram_bytes", "Working KV of running sequences.", minimum=1 << 20),
+    _setting(
+        "engine.max_context_tokens",
+        "Prompt plus completion. Default: the model's limit.",
+        minimum=2,
+    ),
+    _setting(
+        "engine.max_waiting_requests",
+        "Requests that may wait; beyond it 503.",
+        minimum=1,
+        maximum=1 << 20,
+    ),
+    _setting("cache.ram_bytes", "Prefix cache in RAM.", minimum=1 << 20, needs_section=True),
+    _setting(
+        "cache.block_tokens",
+        "Tokens of one block; the same on both sides of a transfer.",
+        minimum=1,
+        maximum=4096,
+    ),
+    _setting("transport.peer", "host:port of the prefill node for long prompts.", roles=_PD),
+    _setting(
+        "transport.connect_timeout_s",
+        "How long to wait for a connection to the peer.",
+        above=0,
+        maximum=3600,
+        roles=_PD,
+    ),
+    _setting(
+        "transport.stall_timeout_s",
+        "No verified byte from the peer for this long: the rest is prefilled here.",
+        above=0,
+        maximum=3600,
+        roles=_PD,
+    ),
+    _setting(
+        "transport.lease_s",
+        "A transfer without progress is dropped after this.",
+        above=0,
+        maximum=86_400,
+        roles=_PREFILL,
+    ),
+    _setting(
+        "transport.max_transfers",
+        "Transfers served at once; more are refused.",
+        minimum=1,
+        maximum=1 << 16,
+        roles=_PREFILL,
+    ),
+    _setting(
+        "transport.accept_numerics",
+        "approximate: take KV from a peer with other numerics; answers say exact: false.",
+        roles=_PD,
+    ),
+    _setting("transport.allow_plaintext", "The KV channel may leave loopback unencrypted."),
+    _setting(
+        "scheduler.threshold_tokens",
+        "With --peer: prompts with more uncached tokens than this are prefilled there.",
+        minimum=0,
+        roles=_PD,
+    ),
+    _setting("log.level", "Least severe event that is logged.", needs_section=True),
+    _setting("log.format", "Logs on standard error.", needs_section=True),
+)
