@@ -1,0 +1,228 @@
+"""One arena of equal pages and the account of who holds each.
+
+A page is free, or belongs to one `Entry`: the pages of one (group, block), a page a layer. An entry
+is referenced while block tables hold it. When the last lets go, a published entry stays cached until
+its pages are needed, any other is freed. So free + referenced + cached = all pages, always.
+"""
+
+import mmap
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prfaas.errors import ConfigError
+
+PageKey = tuple[int, bytes]
+"""(group, block key): what an entry is published under."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Entry:
+    """The pages of one (group, block), one for each layer of the group; lives and dies whole."""
+
+    pages: tuple[int, ...]
+    num_refs: int = 1
+    """Block tables that hold it."""
+    key: PageKey | None = None
+    """Set once, when published: from then on the bytes are whole and never change."""
+    is_transfer: bool = False
+    """Reserved for bytes on their way from a peer, and not yet published."""
+    was_hit: bool = False
+    """A lookup found it: a place where prompts part ways."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolCounts:
+    """One consistent look at the pool: pages by state, and totals since the start."""
+
+    num_pages: int
+    num_free: int
+    num_referenced: int
+    num_cached: int
+    """Published and unreferenced: a hit, or the next to be evicted."""
+    num_transfer: int
+    """Of the referenced: reserved for a transfer and not yet published."""
+    num_tables: int
+    """Block tables that someone still holds."""
+    num_queries: int
+    num_hits: int
+    num_query_tokens: int
+    num_hit_tokens: int
+    num_evictions: int
+    """Entries whose pages were taken for others."""
+
+
+class PagePool:
+    """Pages of `page_bytes` in one anonymous memory map, and the index of published entries.
+
+    Callers hold `lock` around the methods that say so and do nothing slow under it: no hashing, no
+    copying, no I/O.
+    """
+
+    def __init__(self, ram_bytes: int, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self.num_pages = ram_bytes // page_bytes
+        if self.num_pages < 1:
+            raise ConfigError(f"cache.ram_bytes = {ram_bytes} is less than a page: {page_bytes}")
+        # Private, so that the kernel may back it with huge pages; touched pages only take memory.
+        self._map: mmap.mmap | None = mmap.mmap(
+            -1, self.num_pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        self._arena = memoryview(self._map)
+        self.lock = threading.Lock()
+        self._free = list(range(self.num_pages - 1, -1, -1))  # a stack; low numbers come first
+        self._owner: list[Entry | None] = [None] * self.num_pages
+        self._index: dict[PageKey, Entry] = {}
+        self._cold: OrderedDict[Entry, None] = OrderedDict()
+        self._warm: OrderedDict[Entry, None] = OrderedDict()
+        self._num_cached = 0
+        self._num_transfer = 0
+        self._num_evictions = 0
+
+    @property
+    def arena(self) -> memoryview:
+        """All pages as one writable buffer; page i starts at i * page_bytes."""
+        return self._arena
+
+    def view(self, page: int) -> memoryview:
+        """Return a held page's bytes, writable; write only before the page is published."""
+        owner = self._owner[page]
+        assert owner is not None, f"page {page} is free"
+        assert owner.num_refs > 0, f"page {page} is held by nobody"
+        start = page * self.page_bytes
+        return self._arena[start : start + self.page_bytes]
+
+    def close(self) -> None:
+        """Give the memory back as soon as the last view or tensor over it is gone."""
+        self._arena.release()
+        self._map = None
+
+    # ------------------------------------------------------------ under the lock
+
+    def is_published(self, key: PageKey) -> bool:
+        """Return whether an entry has this key. Needs the lock."""
+        return key in self._index
+
+    def hold(self, key: PageKey) -> Entry:
+        """Return the published entry with one reference more. Needs the lock."""
+        entry = self._index[key]
+        if entry.num_refs == 0:
+            (self._cold if entry in self._cold else self._warm).pop(entry)
+            self._num_cached -= len(entry.pages)
+        entry.num_refs += 1
+        return entry
+
+    def try_take(self, sizes: Sequence[int], *, is_transfer: bool) -> list[Entry] | None:
+        """Return one new entry of each size with a reference each, or None and change nothing.
+
+        Evicts cached entries, cold ones first, then the least recently let go. Needs the lock.
+        """
+        num_pages = sum(sizes)
+        if num_pages > len(self._free) + self._num_cached:
+            return None
+        while len(self._free) < num_pages:
+            self._evict_one()
+        entries = []
+        for size in sizes:
+            entry = Entry(
+                pages=tuple(self._free.pop() for _ in range(size)), is_transfer=is_transfer
+            )
+            for page in entry.pages:
+                self._owner[page] = entry
+            entries.append(entry)
+        if is_transfer:
+            self._num_transfer += num_pages
+        return entries
+
+    def publish(self, entry: Entry, key: PageKey) -> Entry:
+        """Return the entry that `key` names from now on, referenced by the caller.
+
+        Either `entry` itself, or the one that was published first: then the caller has a reference
+        to each, and lets `entry` go when nobody reads it. Needs the lock.
+        """
+        assert entry.key is None, "published twice"
+        if key in self._index:
+            return self.hold(key)
+        if entry.is_transfer:
+            entry.is_transfer = False
+            self._num_transfer -= len(entry.pages)
+        entry.key = key
+        self._index[key] = entry
+        return entry
+
+    def let_go(self, entry: Entry, *, is_cold: bool = False) -> None:
+        """Drop one reference; with the last, cache the entry if published, else free its pages.
+
+        A cold entry is evicted before any warm one. Needs the lock.
+        """
+        assert entry.num_refs > 0, "let go more often than held"
+        entry.num_refs -= 1
+        if entry.num_refs:
+            return
+        if entry.key is None:
+            self._free_pages(entry)
+            return
+        (self._cold if is_cold else self._warm)[entry] = None
+        self._num_cached += len(entry.pages)
+
+    def _evict_one(self) -> None:
+        entry, _ = (self._cold or self._warm).popitem(last=False)
+        assert entry.key is not None
+        del self._index[entry.key]
+        self._num_cached -= len(entry.pages)
+        self._num_evictions += 1
+        self._free_pages(entry)
+
+    def _free_pages(self, entry: Entry) -> None:
+        if entry.is_transfer:
+            self._num_transfer -= len(entry.pages)
+        for page in entry.pages:
+            self._owner[page] = None
+        self._free.extend(reversed(entry.pages))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that belong to no entry. Needs the lock."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages of published entries that nobody holds. Needs the lock."""
+        return self._num_cached
+
+    @property
+    def num_transfer(self) -> int:
+        """Pages reserved for transfers and not yet published. Needs the lock."""
+        return self._num_transfer
+
+    @property
+    def num_evictions(self) -> int:
+        """Entries evicted since the start. Needs the lock."""
+        return self._num_evictions
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield every entry that owns a page, once each. Needs the lock."""
+        seen: set[Entry] = set()
+        for owner in self._owner:
+            if owner is not None and owner not in seen:
+                seen.add(owner)
+                yield owner
+
+    def check(self) -> None:
+        """Re-derive every counter and place from the owners of the pages. Needs the lock."""
+        entries = list(self.entries())
+        owned = [page for entry in entries for page in entry.pages]
+        assert len(set(owned)) == len(owned), "a page belongs to two entries"
+        assert sorted(owned + self._free) == list(range(self.num_pages)), "a page has no one place"
+        assert all(self._owner[page] is entry for entry in entries for page in entry.pages)
+        published = {entry.key: entry for entry in entries if entry.key is not None}
+        assert published == self._index, "the index and the owners differ"
+        assert not self._cold.keys() & self._warm.keys()
+        idle = {entry for entry in entries if entry.num_refs == 0}
+        assert idle == self._cold.keys() | self._warm.keys(), "an idle entry is in no queue"
+        assert all(entry.key is not None for entry in idle), "an idle entry was never published"
+        assert sum(len(entry.pages) for entry in idle) == self._num_cached
+        in_transfer = [entry for entry in entries if entry.is_transfer]
+        assert all(entry.key is None for entry in in_transfer)
+        assert sum(len(entry.pages) for entry in in_transfer) == self._num_transfer
