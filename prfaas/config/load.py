@@ -36,7 +36,7 @@ class _Sources:
 
     def name_of(self, key: str) -> str:
         """Return how the value's source calls it; the flag if nobody set it."""
-        return self.origins.get(key, _BY_KEY[key].flag)
+        return self.origins.get(key) or _BY_KEY[key].flag or key
 
 
 def load_config(
@@ -65,7 +65,7 @@ def load_config(
     for parameter, raw in flags.items():
         setting = _BY_PARAMETER[parameter]
         if raw is not None:
-            sources.set(setting, raw, setting.flag)
+            sources.set(setting, raw, setting.flag or setting.key)
     config = _build(sources.values)
     _check_roles(sources, config.role)
     check_rules(config, sources.name_of)

@@ -37,6 +37,10 @@ class HttpOptions:
     read_timeout_s: float = 30.0
     """A request's head and body must arrive within this."""
     cors_allow_origin: str | None = None
+    api_key: str | None = None
+    """Clients must show this as a bearer token; None asks for none."""
+    heartbeat_s: float | None = None
+    """A stream that is silent this long gets a comment line; None sends none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

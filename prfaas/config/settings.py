@@ -43,6 +43,7 @@ class Setting:
     maximum: float | None = None
     roles: tuple[Role, ...] = ALL_ROLES
     is_secret: bool = False
+    """Never shown, and without a flag: other users of the machine can read a command line."""
     needs_section: bool = False
     """The field's name alone does not say what it is of, so flag and variable name the section too."""
 
@@ -57,9 +58,9 @@ class Setting:
         return f"{self.section}_{self.name}" if self.needs_section else self.name
 
     @property
-    def flag(self) -> str:
-        """The flag: `--threshold-tokens`."""
-        return "--" + self.parameter.replace("_", "-")
+    def flag(self) -> str | None:
+        """The flag: `--threshold-tokens`; None for a secret."""
+        return None if self.is_secret else "--" + self.parameter.replace("_", "-")
 
     @property
     def variable(self) -> str:
@@ -121,6 +122,16 @@ SETTINGS: tuple[Setting, ...] = (
     _setting(
         "http.cors_allow_origin",
         "Origin that browsers may call from, or *. Default: none.",
+        roles=_PD,
+    ),
+    _setting(
+        "http.api_key", "Clients must show this as a bearer token.", is_secret=True, roles=_PD
+    ),
+    _setting(
+        "http.heartbeat_s",
+        "A stream that is silent this long gets a comment line. Default: none.",
+        above=0,
+        maximum=86_400,
         roles=_PD,
     ),
     _setting("engine.dtype", "Weight packing; activations and KV are float32 either way."),

@@ -84,6 +84,8 @@ def _from_text(setting: Setting, text: str) -> Value:
 
 
 def _unexpected(setting: Setting, raw: object) -> ValueError:
+    if setting.is_secret:
+        return ValueError(f"expected {_expected(setting)}")
     shown = str(raw).lower() if isinstance(raw, bool) else repr(raw)
     return ValueError(f"expected {_expected(setting)}, not {shown}")
 

@@ -113,3 +113,10 @@ def test_an_integer_passes_exactly_within_its_bounds(value, one_end, other_end):
     else:
         with pytest.raises(ConfigError, match=str(value)):
             read_value(setting, str(value), origin="x")
+
+
+@pytest.mark.parametrize("raw", ["se\nsame", 12345])
+def test_a_refused_secret_is_not_repeated(raw):
+    with pytest.raises(ConfigError) as caught:
+        read_value(BY_KEY["http.api_key"], raw, origin="x")
+    assert str(caught.value) == "x: expected printable text"
