@@ -8,12 +8,12 @@ every task and thread it owns. The implementations are `pd.PdNode` and `prefill.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import asyncio
+    from contextlib import AbstractAsyncContextManager
 
     from aiohttp import web
 

@@ -1,0 +1,229 @@
+"""Every metric of a node, in a registry of its own; `docs/observability.md` lists them.
+
+Label values are bounded: what comes from outside is mapped to a fixed set first, so that no client
+can make a series.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
+
+from prfaas.server.node import NodeLoad, PageState
+from prfaas.types import RequestRecord
+
+Direction = Literal["received", "sent"]
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+OTHER = "other"
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+MAX_REASONS = 32
+"""Distinct reasons kept as label values; what comes later counts as "other"."""
+PAGE_STATES: tuple[PageState, ...] = ("free", "referenced", "cached", "transfer")
+
+_REASON = re.compile(r"[a-z][a-z0-9_]{0,39}")
+_TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class BoundedLabel:
+    """Maps text to at most `max_values` label values, then to "other".
+
+    The value is the text up to its first colon if that is a plain word: "peer_down: refused" counts
+    as "peer_down".
+    """
+
+    def __init__(self, max_values: int = MAX_REASONS) -> None:
+        self._max_values = max_values
+        self._seen: set[str] = set()
+
+    def value(self, text: str) -> str:
+        """Return the label value of `text`."""
+        word = text.partition(":")[0].strip()
+        if not _REASON.fullmatch(word):
+            return OTHER
+        if word not in self._seen:
+            if len(self._seen) >= self._max_values:
+                return OTHER
+            self._seen.add(word)
+        return word
+
+
+class _LoadCollector(Collector):
+    """Gauges read from the node at scrape time; absent while there is no node."""
+
+    def __init__(self) -> None:
+        self.read: Callable[[], NodeLoad] | None = None
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the families without samples: registering must not read the node."""
+        yield from _load_families().values()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the families as the node is now."""
+        families = _load_families()
+        if self.read is not None:
+            load = self.read()
+            families["running"].add_metric([], load.num_running)
+            families["waiting"].add_metric([], load.num_waiting)
+            families["transfers"].add_metric([], load.num_transfers)
+            for state in PAGE_STATES:
+                families["pages"].add_metric([state], load.pages.get(state, 0))
+            for peer, is_usable in load.peers_usable.items():
+                families["peers"].add_metric([peer], is_usable)
+        yield from families.values()
+
+
+def _load_families() -> dict[str, GaugeMetricFamily]:
+    return {
+        "running": GaugeMetricFamily("prfaas_requests_running", "Requests in the batch."),
+        "waiting": GaugeMetricFamily("prfaas_requests_waiting", "Requests not yet in the batch."),
+        "transfers": GaugeMetricFamily("prfaas_transfers_in_flight", "KV transfers now under way."),
+        "pages": GaugeMetricFamily(
+            "prfaas_cache_pages", "Pages of the pool, by what they hold.", labels=["state"]
+        ),
+        "peers": GaugeMetricFamily(
+            "prfaas_peer_usable", "1: prefills may be sent to this peer now.", labels=["peer"]
+        ),
+    }
+
+
+class Metrics:
+    """The counters and histograms of one node. Every method may be called from any thread."""
+
+    def __init__(self, *, version: str = "", role: str = "") -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._reasons = BoundedLabel()
+        self._failure_reasons = BoundedLabel()
+        self._outcomes = BoundedLabel()
+        self._load = _LoadCollector()
+        self.registry.register(self._load)
+        build = Gauge("prfaas_build_info", "1, with the build's labels.", ["version", "role"],
+                      registry=self.registry)  # fmt: skip
+        build.labels(version, role).set(1)
+        self._is_ready = Gauge(
+            "prfaas_ready", "1: this node takes requests.", registry=self.registry
+        )
+        self._make_http()
+        self._make_requests()
+        self._make_transfers()
+
+    def _make_http(self) -> None:
+        self._http = Counter(
+            "prfaas_http_requests_total",
+            "HTTP answers, by route template.",
+            ["route_template", "method", "status"],
+            registry=self.registry,
+        )
+
+    def _make_requests(self) -> None:
+        registry = self.registry
+        self._requests = Counter(
+            "prfaas_requests_total",
+            "Generations that ended, by route and its reason.",
+            ["route", "reason"],
+            registry=registry,
+        )
+        self._failures = Counter(
+            "prfaas_request_failures_total",
+            "Generations that did not end with an answer.",
+            ["reason"],
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "prfaas_prompt_tokens_total",
+            "Prompt tokens, by where their KV came from.",
+            ["source"],
+            registry=registry,
+        )
+        self._completion_tokens = Counter(
+            "prfaas_completion_tokens_total", "Tokens drawn.", registry=registry
+        )
+        self._ttft = Histogram(
+            "prfaas_ttft_seconds",
+            "Arrival to first token.",
+            ["route"],
+            buckets=_TTFT_BUCKETS,
+            registry=registry,
+        )
+        self._itl = Histogram(
+            "prfaas_itl_seconds",
+            "Between two tokens of one choice.",
+            buckets=_ITL_BUCKETS,
+            registry=registry,
+        )
+        self._e2e = Histogram(
+            "prfaas_e2e_seconds",
+            "Arrival to the end of the answer.",
+            ["route"],
+            buckets=_TTFT_BUCKETS,
+            registry=registry,
+        )
+
+    def _make_transfers(self) -> None:
+        self._kv_bytes = Counter(
+            "prfaas_kv_bytes_total",
+            "KV bytes moved, verified ones only where received.",
+            ["direction"],
+            registry=self.registry,
+        )
+        self._transfers = Counter(
+            "prfaas_transfers_total",
+            "KV transfers that ended.",
+            ["direction", "outcome"],
+            registry=self.registry,
+        )
+
+    def watch(self, read_load: Callable[[], NodeLoad]) -> None:
+        """Read the gauges from `read_load` at every scrape from now on."""
+        self._load.read = read_load
+
+    def set_ready(self, is_ready: bool) -> None:
+        """Say whether this node takes requests."""
+        self._is_ready.set(is_ready)
+
+    def record_http(self, *, route_template: str, method: str, status: int) -> None:
+        """Count an HTTP answer; `route_template` must be a registered route's, or "other"."""
+        method = method if method in METHODS else OTHER
+        self._http.labels(route_template, method, str(status)).inc()
+
+    def record_finished(self, record: RequestRecord, *, e2e_s: float) -> None:
+        """Count a generation that gave its answer, `e2e_s` after it arrived."""
+        self._requests.labels(record.route, self._reasons.value(record.reason)).inc()
+        self._count_tokens(record)
+        self._e2e.labels(record.route).observe(e2e_s)
+        if record.ttft_s is not None:
+            self._ttft.labels(record.route).observe(record.ttft_s)
+
+    def record_failed(self, record: RequestRecord | None, *, reason: str) -> None:
+        """Count a generation that ended without its whole answer; the record if it got one."""
+        self._failures.labels(self._failure_reasons.value(reason)).inc()
+        if record is not None:
+            self._requests.labels(record.route, self._reasons.value(record.reason)).inc()
+            self._count_tokens(record)
+
+    def _count_tokens(self, record: RequestRecord) -> None:
+        self._prompt_tokens.labels("reused").inc(record.tokens_reused)
+        self._prompt_tokens.labels("local").inc(record.tokens_local)
+        self._prompt_tokens.labels("remote").inc(record.tokens_remote)
+        self._completion_tokens.inc(record.completion_tokens)
+
+    def record_token_gap(self, gap_s: float) -> None:
+        """Note the time between two tokens of one choice."""
+        self._itl.observe(gap_s)
+
+    def transfer_bytes(self, direction: Direction, num_bytes: int) -> None:
+        """Count KV bytes as they move."""
+        self._kv_bytes.labels(direction).inc(num_bytes)
+
+    def transfer_finished(self, direction: Direction, outcome: str) -> None:
+        """Count a KV transfer that ended; `outcome` is "completed" or what ended it."""
+        self._transfers.labels(direction, self._outcomes.value(outcome)).inc()
+
+    def render(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+        return generate_latest(self.registry)
