@@ -1,0 +1,77 @@
+"""What goes into the engine and what comes out of it; torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from prfaas.types import RequestEnded, TokenEvent
+
+if TYPE_CHECKING:
+    from prfaas.cache.prefix import BlockTable
+    from prfaas.types import Request
+
+
+class PageSink(Protocol):
+    """Who wants a prompt's pages as they are made.
+
+    Both methods run on the engine's thread in the middle of a step: they must not block, and what
+    they raise fails this request alone.
+    """
+
+    def page_ready(self, group: int, layer: int, block: int, num_tokens: int, page: int) -> None:
+        """Take one written page: `num_tokens` tokens of one layer's block.
+
+        Comes once for every page that is needed to continue after the prompt and is not part of
+        the prefix hit, layer by layer while the forward pass runs.
+        """
+
+    def progress(self, num_tokens: int) -> None:
+        """Hear that the first `num_tokens` prompt tokens are computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A request together with the pages that its prefix hit or its transfer found.
+
+    An accepted submission hands one hold on `table` over to the engine, which releases it before
+    the RequestEnded event.
+    """
+
+    request: Request
+    table: BlockTable
+    forced_tokens: tuple[tuple[int, ...], ...] = ()
+    """Per choice, tokens that a peer or an earlier attempt drew: part of the answer, no event."""
+    sink: PageSink | None = None
+    prefill_only: bool = False
+    """End after the first token of each choice."""
+    return_logits: bool = False
+    """Also send the logits that the first tokens are drawn from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstLogits:
+    """The logits after the prompt's last token."""
+
+    request_id: str
+    logits: bytes
+    """One little-endian float32 for each vocabulary entry."""
+
+
+EngineEvent = TokenEvent | RequestEnded | FirstLogits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How busy the engine is, between two steps."""
+
+    num_running: int
+    """Sequences that hold a working copy of their KV."""
+    num_waiting: int
+    """Sequences without one: new, or preempted."""
+    num_waiting_tokens: int
+    """Known tokens not yet computed, of all sequences: the work ahead of a new prompt."""
+    kv_used_bytes: int
+    prefill_tokens_per_s: float
+    """Moving average over the last few thousand tokens; 0 before the first prefill."""
+    step_count: int
