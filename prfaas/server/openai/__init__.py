@@ -1,0 +1,1 @@
+"""OpenAI's schema on one side, prfaas' types on the other; pure, no I/O."""
