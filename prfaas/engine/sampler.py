@@ -1,0 +1,265 @@
+"""Draws tokens: a pure function of one row of logits, the request's parameters and its place.
+
+Random draws are Gumbel-max. The noise is a counter-based hash of (seed, choice index, absolute
+position, token id), so the same token comes out wherever the same logits are: on a peer, here, after
+a failover, with any neighbours in the batch. Nothing here depends on the number of threads either.
+
+The order of the filters is vLLM's: penalties, bias, temperature, min_p, top_k, top_p.
+
+V vocabulary entries, N of them that are still candidates.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prfaas.errors import EngineError
+from prfaas.types import SamplingParams, TokenLogprobs
+
+Float32s = NDArray[np.float32]
+Float64s = NDArray[np.float64]
+Words = NDArray[np.uint64]
+Ids = NDArray[np.int64]
+
+MIN_LOGPROB = -9999.0
+"""Stands for the logprob of the impossible: JSON has no infinity."""
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_NEAR_NATS = 10.0
+"""Candidates this close to the best are scored first; few others can then still win."""
+
+
+def mix64(word: int) -> int:
+    """Return SplitMix64's output function of a 64-bit word: a bijection that avalanches."""
+    word = ((word ^ (word >> 30)) * _MIX_1) & _MASK
+    word = ((word ^ (word >> 27)) * _MIX_2) & _MASK
+    return word ^ (word >> 31)
+
+
+def noise_key(seed: int, choice_index: int, position: int) -> int:
+    """Return the 64-bit state from which the noise of every token id at one draw follows."""
+    key = 0
+    for word in (seed, choice_index, position):
+        key = mix64((key + _GOLDEN & _MASK) ^ word)
+    return key
+
+
+class TokenHistory:
+    """The prompt and the completion so far of one choice, as the penalties need them."""
+
+    def __init__(self, prompt_tokens: Sequence[int]) -> None:
+        self._prompt_ids: Ids = np.unique(np.asarray(prompt_tokens, dtype=np.int64))
+        self._counts: Counter[int] = Counter()
+
+    def append(self, token_id: int) -> None:
+        """Count one drawn token."""
+        self._counts[token_id] += 1
+
+    def penalize(self, logits_V: Float32s, params: SamplingParams) -> None:
+        """Change the logits of tokens seen before, in place.
+
+        Repetition looks at prompt and completion, and divides positive logits and multiplies
+        others; presence and frequency look at the completion and subtract (OpenAI's meaning).
+        """
+        drawn: Ids = np.fromiter(self._counts.keys(), np.int64, len(self._counts))
+        if params.repetition_penalty != 1.0:
+            seen = np.union1d(self._prompt_ids, drawn)
+            old = logits_V[seen].astype(np.float64)
+            penalty = params.repetition_penalty
+            logits_V[seen] = np.where(old > 0, old / penalty, old * penalty)
+        if drawn.size and (params.presence_penalty or params.frequency_penalty):
+            counts = np.fromiter(self._counts.values(), np.float64, len(self._counts))
+            loss = counts * params.frequency_penalty + params.presence_penalty
+            logits_V[drawn] = logits_V[drawn].astype(np.float64) - loss
+
+
+def uses_history(params: SamplingParams) -> bool:
+    """Return whether a draw with these parameters depends on the tokens before."""
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """A drawn token, with logprobs if they were asked for."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class Sampler:
+    """Draws from rows of one vocabulary; keeps the hash's per-token constants and scratch space.
+
+    One thread at a time may use it; its results depend on the arguments alone.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        # SplitMix64 visits key + GOLDEN, key + 2 * GOLDEN, ...: token i takes the (i + 1)th output.
+        self._steps_V: Words = np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        self._words_V: Words = np.empty_like(self._steps_V)
+        self._scratch_V: Words = np.empty_like(self._steps_V)
+
+    def draw(
+        self,
+        logits_V: Float32s,
+        params: SamplingParams,
+        *,
+        choice_index: int,
+        position: int,
+        history: TokenHistory | None,
+    ) -> Draw:
+        """Return the token of `choice_index` at absolute `position`, drawn after `history`.
+
+        `history` may be None if the parameters do not use it. Raises EngineError for logits that
+        are not numbers.
+        """
+        if not math.isfinite(logits_V.max()):
+            raise EngineError("the model's logits are not finite")
+        adjusted_V = _adjusted(logits_V, params, history)
+        if params.temperature == 0.0:
+            token_id = int(adjusted_V.argmax())  # the first of equals: ties by the smallest id
+        else:
+            key = noise_key(params.seed, choice_index, position)
+            token_id = self._draw_random(adjusted_V, params, key)
+        logprobs = None
+        if params.num_logprobs is not None:
+            logprobs = token_logprobs(logits_V, token_id, params.num_logprobs)
+        return Draw(token_id=token_id, logprobs=logprobs)
+
+    def gumbel(self, key: int, ids_N: Ids) -> Float64s:
+        """Return standard Gumbel noise of the given token ids; finite, within -3.7 .. 36.8."""
+        words_N = self._steps_V[ids_N]
+        words_N += np.uint64(key)
+        _mix_in_place(words_N, np.empty_like(words_N))
+        # 52 bits and a half fill a float64 exactly; with one more bit the largest would round to 1.
+        uniform_N = ((words_N >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+        return -np.log(-np.log(uniform_N))
+
+    def _draw_random(self, logits_V: Float32s, params: SamplingParams, key: int) -> int:
+        peak = float(logits_V.max())
+        ids_N = _kept_ids(logits_V, peak, params)
+        if ids_N is None:
+            ids_N = self._contenders(logits_V, peak, params.temperature, key)
+        scores_N = _scaled(logits_V[ids_N], peak, params.temperature) + self.gumbel(key, ids_N)
+        return int(ids_N[scores_N.argmax()])  # ids ascend, so ties go to the smallest
+
+    def _contenders(self, logits_V: Float32s, peak: float, temperature: float, key: int) -> Ids:
+        """Return ascending ids that include the winner of the whole vocabulary.
+
+        The tokens near the peak are scored; a token further down can beat the best of them only
+        with noise above a bound that is one number for all, so their hashes alone decide.
+        """
+        near_N: Ids = np.flatnonzero(logits_V >= np.float64(peak - _NEAR_NATS * temperature))
+        if near_N.size * 4 > logits_V.size:
+            return np.arange(logits_V.size)
+        best = _scaled(logits_V[near_N], peak, temperature) + self.gumbel(key, near_N)
+        needed_noise = float(best.max()) + _NEAR_NATS
+        # A hair below the bound, so that rounding cannot leave the winner out.
+        needed_uniform = math.exp(-math.exp(-needed_noise)) * (1 - 1e-9)
+        np.add(self._steps_V, np.uint64(key), out=self._words_V)
+        _mix_in_place(self._words_V, self._scratch_V)
+        needed_word = int(needed_uniform * 2.0**52) << 12
+        far_N = np.flatnonzero(self._words_V >= np.uint64(needed_word))
+        return np.union1d(near_N, far_N)
+
+
+def token_logprobs(logits_V: Float32s, token_id: int, num_top: int) -> TokenLogprobs:
+    """Return natural-log probabilities of the model's own distribution, finite always."""
+    shifted_V = logits_V.astype(np.float64) - float(logits_V.max())
+    log_total = math.log(np.exp(shifted_V).sum())
+
+    def logprob(token: int) -> float:
+        return max(MIN_LOGPROB, float(shifted_V[token]) - log_total)
+
+    top = _largest(logits_V, num_top) if num_top else ()
+    return TokenLogprobs(
+        logprob=logprob(token_id), top=tuple((int(t), logprob(int(t))) for t in top)
+    )
+
+
+def _adjusted(logits_V: Float32s, params: SamplingParams, history: TokenHistory | None) -> Float32s:
+    """Return the logits after penalties and bias; a copy if there are any."""
+    has_history = history is not None and uses_history(params)
+    if not (has_history or params.logit_bias):
+        return logits_V
+    adjusted_V = logits_V.copy()
+    if history is not None and has_history:
+        history.penalize(adjusted_V, params)
+    for token_id, bias in params.logit_bias:
+        adjusted_V[token_id] += bias
+    return adjusted_V
+
+
+def _scaled(logits_N: Float32s, peak: float, temperature: float) -> Float64s:
+    """Return (logits - peak) / temperature in float64; the peak becomes 0."""
+    with np.errstate(over="ignore"):  # a tiny temperature: -inf is right
+        return (logits_N.astype(np.float64) - peak) / temperature
+
+
+def _kept_ids(logits_V: Float32s, peak: float, params: SamplingParams) -> Ids | None:
+    """Return the ascending ids that min_p, top_k and top_p leave; None is the whole vocabulary."""
+    ids_N: Ids | None = None
+    if params.min_p > 0.0:
+        floor = peak + params.temperature * math.log(params.min_p)
+        ids_N = np.flatnonzero(logits_V >= np.float64(floor))
+    if params.top_k is not None and params.top_k < (logits_V.size if ids_N is None else ids_N.size):
+        # What top_k leaves of the min_p survivors is what it leaves of all, if there are enough.
+        ids_N = np.sort(_largest(logits_V, params.top_k))
+    if params.top_p < 1.0:
+        if ids_N is None:
+            ids_N = np.arange(logits_V.size)
+        scaled_N = _scaled(logits_V[ids_N], peak, params.temperature)
+        ids_N = np.sort(ids_N[_nucleus(scaled_N, params.top_p)])
+    return ids_N
+
+
+def _largest(logits_V: Float32s, count: int) -> Ids:
+    """Return the ids of the `count` largest logits, largest first, ties by the smallest id."""
+    size = logits_V.size
+    if count < size:
+        least = np.partition(logits_V, size - count)[size - count]
+        ids_N = np.flatnonzero(logits_V >= least)
+    else:
+        ids_N = np.arange(size)
+    order = np.argsort(-logits_V[ids_N], kind="stable")
+    return ids_N[order[:count]]
+
+
+def _nucleus(scaled_N: Float64s, top_p: float) -> Ids:
+    """Return the indices of the fewest most likely candidates whose mass reaches `top_p`.
+
+    At least one is returned; ties go to the smallest index. Only as many candidates as needed are
+    sorted: running sums over a sorted prefix do not depend on what follows it.
+    """
+    weights_N = np.exp(scaled_N)
+    target = top_p * weights_N.sum()
+    depth_nats = 4.0
+    while True:
+        top = np.flatnonzero(scaled_N >= -depth_nats)
+        top = top[np.argsort(-scaled_N[top], kind="stable")]
+        sums = weights_N[top].cumsum()
+        if sums[-1] >= target or top.size == scaled_N.size:
+            return top[: int(np.searchsorted(sums, target)) + 1]
+        depth_nats *= 2
+
+
+def _mix_in_place(words: Words, scratch: Words) -> None:
+    """Apply `mix64` to every word; numpy's uint64 wraps as the hash wants."""
+    np.right_shift(words, np.uint64(30), out=scratch)
+    np.bitwise_xor(words, scratch, out=words)
+    np.multiply(words, np.uint64(_MIX_1), out=words)
+    np.right_shift(words, np.uint64(27), out=scratch)
+    np.bitwise_xor(words, scratch, out=words)
+    np.multiply(words, np.uint64(_MIX_2), out=words)
+    np.right_shift(words, np.uint64(31), out=scratch)
+    np.bitwise_xor(words, scratch, out=words)
