@@ -1,0 +1,158 @@
+"""What one transfer still has to send, in order; lives on the event loop, does no I/O.
+
+Urgent frames (first tokens, progress) overtake pages. A page is named by its place and read when
+its turn comes, so that a backlog costs no memory.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prfaas.transport.messages import TransferTotals, encode_totals
+from prfaas.transport.wire import (
+    MAX_PAYLOAD_BYTES,
+    FrameHeader,
+    FrameType,
+    encode_frame,
+    encode_header,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagePlace:
+    """One layer's KV of one block, and how many tokens of the block it covers."""
+
+    group: int
+    layer: int
+    """Index of the layer inside its group."""
+    block: int
+    num_tokens: int
+
+
+PageView = Callable[[PagePlace], memoryview]
+"""The exact bytes of a page whose KV is whole; valid until the transfer is closed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One frame to put on the wire."""
+
+    header: bytes
+    payload: memoryview | bytes = b""
+    is_page: bool = False
+
+
+class OutgoingTransfer:
+    """One transfer as its sender sees it, from the first page to the receiver's word.
+
+    Ends exactly once, by `close`; the first outcome wins.
+    """
+
+    def __init__(self, *, transfer_id: str, page_view: PageView) -> None:
+        self.transfer_id = transfer_id
+        self.outcome: str | None = None
+        """None while it runs; then "completed" or what ended it."""
+        self.tokens_computed = 0
+        self.num_pages_sent = 0
+        self.num_page_bytes_sent = 0
+        self._page_view = page_view
+        self._urgent: deque[bytes] = deque()
+        self._pages: deque[PagePlace] = deque()
+        self._is_finished = False
+        self._is_ended = False
+        self._error: str | None = None
+        self._has_news = asyncio.Event()
+        self._closed = asyncio.Event()
+        self._attached = asyncio.Event()
+
+    def try_attach(self) -> bool:
+        """Take note that the receiver opens the stream; False if it ended or has one already."""
+        if self.outcome is not None or self._attached.is_set():
+            return False
+        self._attached.set()
+        return True
+
+    async def attached(self) -> None:
+        """Return once the stream is open."""
+        await self._attached.wait()
+
+    def put_page(self, place: PagePlace) -> None:
+        """Queue a page whose KV is whole."""
+        self._pages.append(place)
+        self._has_news.set()
+
+    def put_urgent(self, frame: bytes) -> None:
+        """Queue a whole frame before all pages that are not yet on the wire."""
+        self._urgent.append(frame)
+        self._has_news.set()
+
+    def finish(self, *, tokens_computed: int) -> None:
+        """Say that nothing more will be queued: END goes out behind the last page."""
+        self.tokens_computed = tokens_computed
+        self._is_finished = True
+        self._has_news.set()
+
+    def fail(self, message: str) -> None:
+        """Drop what is queued and tell the receiver why."""
+        self._error = message
+        self._has_news.set()
+
+    def close(self, outcome: str) -> None:
+        """End the transfer: its pages may be let go. Idempotent."""
+        if self.outcome is None:
+            self.outcome = outcome if self._error is None else "failed"
+            self._closed.set()
+
+    def acknowledge(self) -> None:
+        """Take note that the receiver has verified everything; too early is a protocol error."""
+        self.close("completed" if self._is_ended else "protocol_error")
+
+    async def closed(self) -> None:
+        """Return once the transfer has ended."""
+        await self._closed.wait()
+
+    async def next_piece(self) -> Piece | None:
+        """Return the next frame to send, waiting for one; None after END or ERROR was returned."""
+        while True:
+            piece = self._take()
+            if piece is not None:
+                return piece
+            if self._is_ended:
+                return None
+            self._has_news.clear()
+            await self._has_news.wait()
+
+    def _take(self) -> Piece | None:
+        if self._is_ended:
+            return None
+        if self._error is not None:
+            self._is_ended = True
+            message = self._error.encode()[: MAX_PAYLOAD_BYTES[FrameType.ERROR]]
+            return Piece(header=encode_frame(FrameType.ERROR, message))
+        if self._urgent:
+            return Piece(header=self._urgent.popleft())
+        if self._pages:
+            return self._take_page(self._pages.popleft())
+        if self._is_finished:
+            self._is_ended = True
+            totals = TransferTotals(
+                num_pages=self.num_pages_sent,
+                num_page_bytes=self.num_page_bytes_sent,
+                tokens_computed=self.tokens_computed,
+            )
+            return Piece(header=encode_frame(FrameType.END, encode_totals(totals)))
+        return None
+
+    def _take_page(self, place: PagePlace) -> Piece:
+        payload = self._page_view(place)
+        header = FrameHeader(
+            type=FrameType.PAGE,
+            group=place.group,
+            layer=place.layer,
+            block=place.block,
+            num_tokens=place.num_tokens,
+        )
+        self.num_pages_sent += 1
+        self.num_page_bytes_sent += len(payload)
+        return Piece(header=encode_header(header, payload), payload=payload, is_page=True)

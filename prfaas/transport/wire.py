@@ -1,0 +1,268 @@
+"""The frames of the KV channel: any bytes give frames or ProtocolError, in bounded memory.
+
+A frame is a 32-byte little-endian header and `length` bytes of payload:
+
+    type u8 | codec u8 | group u16 | layer u16 | zero u16 | block u32 | num_tokens u32 |
+    length u32 | header_check u32 | checksum u64
+
+`header_check` is the low half of xxh3-64 over the 20 bytes before it, so that a damaged header is
+found before a single byte of its payload lands anywhere. `checksum` is xxh3-64 over the same 20
+bytes and the payload. Both detect accidents only; they authenticate nobody.
+
+No I/O happens here: a driver asks where the next bytes go (`buffer`), puts them there, says how many
+came (`received`) and gets at most one frame. The payload of a PAGE goes straight into the pool page
+that `resolve` names.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import xxhash
+
+from prfaas.errors import ProtocolError
+
+HEADER_BYTES = 32
+SCRATCH_BYTES = 64 << 10
+
+_FIELDS = struct.Struct("<BBHHHIII")
+_CHECKS = struct.Struct("<IQ")
+_PROGRESS = struct.Struct("<QQ")
+
+
+class FrameType(IntEnum):
+    """What a frame carries. ACK goes to the sender of the pages, all others to their receiver."""
+
+    PAGE = 1
+    FIRST_TOKENS = 2
+    LOGITS = 3
+    PROGRESS = 4
+    END = 5
+    ERROR = 6
+    ACK = 7
+
+
+class Codec(IntEnum):
+    """How a payload is encoded."""
+
+    RAW = 0
+
+
+FROM_SENDER = frozenset(FrameType) - {FrameType.ACK}
+FROM_RECEIVER = frozenset({FrameType.ACK})
+
+MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
+    FrameType.FIRST_TOKENS: 1 << 20,
+    FrameType.LOGITS: 8 << 20,
+    FrameType.PROGRESS: _PROGRESS.size,
+    FrameType.END: 4096,
+    FrameType.ERROR: 4096,
+    FrameType.ACK: 0,
+}
+"""Bounds that hold before anything is allocated; a PAGE is bounded by its page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameHeader:
+    """Everything a frame says before its payload; the span fields are zero unless it is a PAGE."""
+
+    type: FrameType
+    codec: Codec = Codec.RAW
+    group: int = 0
+    layer: int = 0
+    """Index of the layer inside its group."""
+    block: int = 0
+    num_tokens: int = 0
+    """Tokens of the block that the page covers: block_tokens, or fewer for the last one."""
+    length: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One verified frame. The payload of a PAGE is not here: it lies in its page."""
+
+    header: FrameHeader
+    payload: bytes = b""
+    is_placed: bool = False
+    """The payload of this PAGE was put where `resolve` said; False: it was redelivered, dropped."""
+
+
+Resolve = Callable[[FrameHeader], memoryview | None]
+"""Where the payload of a PAGE goes: exactly `length` writable bytes, or None to drop a redelivery.
+
+Raises ProtocolError for a page that nobody asked for.
+"""
+
+
+def refuse_pages(header: FrameHeader) -> memoryview | None:
+    """Refuse every page: the `resolve` of a side that only sends them."""
+    raise ProtocolError(f"page of group {header.group} block {header.block} was not asked for")
+
+
+def encode_header(header: FrameHeader, payload: bytes | memoryview = b"") -> bytes:
+    """Return the 32 bytes that go before `payload`; `header.length` is taken from the payload."""
+    fields = _FIELDS.pack(
+        header.type,
+        header.codec,
+        header.group,
+        header.layer,
+        0,
+        header.block,
+        header.num_tokens,
+        len(payload),
+    )
+    digest = xxhash.xxh3_64(fields)
+    header_check = digest.intdigest() & 0xFFFFFFFF
+    digest.update(payload)
+    return fields + _CHECKS.pack(header_check, digest.intdigest())
+
+
+def encode_frame(frame_type: FrameType, payload: bytes = b"") -> bytes:
+    """Return a whole frame of any type but PAGE."""
+    return encode_header(FrameHeader(type=frame_type), payload) + payload
+
+
+def encode_progress(tokens_done: int, tokens_ahead: int) -> bytes:
+    """Return a PROGRESS frame: prompt tokens computed, and tokens queued before this prompt."""
+    return encode_frame(FrameType.PROGRESS, _PROGRESS.pack(tokens_done, tokens_ahead))
+
+
+def decode_progress(payload: bytes) -> tuple[int, int]:
+    """Return (tokens done, tokens ahead) of a PROGRESS payload, or raise ProtocolError."""
+    if len(payload) != _PROGRESS.size:
+        raise ProtocolError(f"progress of {len(payload)} bytes, expected {_PROGRESS.size}")
+    tokens_done, tokens_ahead = _PROGRESS.unpack(payload)
+    return tokens_done, tokens_ahead
+
+
+class FrameDecoder:
+    """Turns bytes into verified frames, one at a time, without a copy of any page.
+
+    After a ProtocolError the decoder is closed: the position of the next frame is unknown.
+    """
+
+    def __init__(self, *, allowed: frozenset[FrameType], resolve: Resolve) -> None:
+        self._allowed = allowed
+        self._resolve = resolve
+        self._head = bytearray(HEADER_BYTES)
+        self._scratch = bytearray()
+        self._error: ProtocolError | None = None
+        self._header: FrameHeader | None = None
+        self._target: memoryview | None = None
+        self._filled = 0
+
+    def buffer(self) -> memoryview:
+        """Return where the next bytes go: never empty, never past the end of this frame's part."""
+        if self._error is not None:
+            raise self._error
+        if self._header is None:
+            return memoryview(self._head)[self._filled :]
+        if self._target is not None:
+            return self._target[self._filled :]
+        return memoryview(self._scratch)[: self._header.length - self._filled]
+
+    def received(self, num_bytes: int) -> Frame | None:
+        """Take note that `num_bytes` (at least 1) were put into `buffer()`; return a whole frame."""
+        if self._error is not None:
+            raise self._error
+        assert 0 < num_bytes <= len(self.buffer())
+        try:
+            return self._advance(num_bytes)
+        except ProtocolError as error:
+            self._target = None
+            self._error = error
+            raise
+
+    def ended(self) -> None:
+        """Take note of the end of the stream; raise ProtocolError if it cuts a frame."""
+        if self._error is not None:
+            raise self._error
+        if self._header is not None or self._filled:
+            raise ProtocolError("the stream ended inside a frame")
+
+    def _await_header(self) -> None:
+        self._header = None
+        self._target = None
+        self._filled = 0
+
+    def _advance(self, num_bytes: int) -> Frame | None:
+        header = self._header
+        if header is None:
+            self._filled += num_bytes
+            if self._filled < HEADER_BYTES:
+                return None
+            header = self._parse_header()
+            self._begin_payload(header)
+        else:
+            if self._target is None:
+                self._digest.update(memoryview(self._scratch)[:num_bytes])
+            self._filled += num_bytes
+        if self._filled < header.length:
+            return None
+        return self._finish(header)
+
+    def _parse_header(self) -> FrameHeader:
+        fields = bytes(self._head[: _FIELDS.size])
+        header_check, self._checksum = _CHECKS.unpack_from(self._head, _FIELDS.size)
+        self._digest = xxhash.xxh3_64(fields)
+        if header_check != self._digest.intdigest() & 0xFFFFFFFF:
+            raise ProtocolError("header checksum mismatch")
+        kind, codec, group, layer, zero, block, num_tokens, length = _FIELDS.unpack(fields)
+        try:
+            header = FrameHeader(
+                type=FrameType(kind),
+                codec=Codec(codec),
+                group=group,
+                layer=layer,
+                block=block,
+                num_tokens=num_tokens,
+                length=length,
+            )
+        except ValueError as error:
+            raise ProtocolError(f"frame of unknown type {kind} or codec {codec}") from error
+        self._check_header(header, zero)
+        return header
+
+    def _check_header(self, header: FrameHeader, zero: int) -> None:
+        if header.type not in self._allowed:
+            raise ProtocolError(f"unexpected {header.type.name} frame")
+        if zero:
+            raise ProtocolError("reserved header bits are set")
+        if header.type is FrameType.PAGE:
+            if not header.length or not header.num_tokens:
+                raise ProtocolError("empty PAGE frame")
+            return
+        if header.group or header.layer or header.block or header.num_tokens:
+            raise ProtocolError(f"{header.type.name} frame with a page's span")
+        limit = MAX_PAYLOAD_BYTES[header.type]
+        if header.length > limit:
+            raise ProtocolError(
+                f"{header.type.name} frame of {header.length} bytes, limit {limit} bytes"
+            )
+
+    def _begin_payload(self, header: FrameHeader) -> None:
+        self._filled = 0
+        self._header = header
+        if header.type is not FrameType.PAGE:
+            self._target = memoryview(bytearray(header.length))
+            return
+        target = self._resolve(header)
+        if target is None:
+            if not self._scratch:
+                self._scratch = bytearray(SCRATCH_BYTES)
+            return
+        if target.nbytes != header.length:
+            raise ProtocolError(f"page of {header.length} bytes, expected {target.nbytes} bytes")
+        self._target = target.cast("B")
+
+    def _finish(self, header: FrameHeader) -> Frame:
+        target = self._target
+        if target is not None:
+            self._digest.update(target)
+        if self._digest.intdigest() != self._checksum:
+            raise ProtocolError(f"{header.type.name} frame checksum mismatch")
+        is_page = header.type is FrameType.PAGE
+        payload = b"" if is_page or target is None else bytes(target)
+        self._await_header()
+        return Frame(header=header, payload=payload, is_placed=is_page and target is not None)
