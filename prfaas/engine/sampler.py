@@ -35,6 +35,10 @@ _MIX_2 = 0x94D049BB133111EB
 _NEAR_NATS = 10.0
 """Candidates this close to the best are scored first; few others can then still win."""
 
+_SLICES_PER_NAT = 8.0
+_MAX_SLICE = 400.0
+"""Deeper than 50 nats below the best, all candidates share a slice."""
+
 
 def mix64(word: int) -> int:
     """Return SplitMix64's output function of a 64-bit word: a bijection that avalanches."""
@@ -70,7 +74,7 @@ class TokenHistory:
         """
         drawn: Ids = np.fromiter(self._counts.keys(), np.int64, len(self._counts))
         if params.repetition_penalty != 1.0:
-            seen = np.union1d(self._prompt_ids, drawn)
+            seen = np.concatenate((self._prompt_ids, drawn))  # twice the same id is harmless
             old = logits_V[seen].astype(np.float64)
             penalty = params.repetition_penalty
             logits_V[seen] = np.where(old > 0, old / penalty, old * penalty)
@@ -162,15 +166,15 @@ class Sampler:
         near_N: Ids = np.flatnonzero(logits_V >= np.float64(peak - _NEAR_NATS * temperature))
         if near_N.size * 4 > logits_V.size:
             return np.arange(logits_V.size)
-        best = _scaled(logits_V[near_N], peak, temperature) + self.gumbel(key, near_N)
-        needed_noise = float(best.max()) + _NEAR_NATS
+        best_N = _scaled(logits_V[near_N], peak, temperature) + self.gumbel(key, near_N)
+        needed_noise = float(best_N.max()) + _NEAR_NATS
         # A hair below the bound, so that rounding cannot leave the winner out.
         needed_uniform = math.exp(-math.exp(-needed_noise)) * (1 - 1e-9)
         np.add(self._steps_V, np.uint64(key), out=self._words_V)
         _mix_in_place(self._words_V, self._scratch_V)
         needed_word = int(needed_uniform * 2.0**52) << 12
         far_N = np.flatnonzero(self._words_V >= np.uint64(needed_word))
-        return np.union1d(near_N, far_N)
+        return np.sort(np.append(far_N, near_N[best_N.argmax()]))
 
 
 def token_logprobs(logits_V: Float32s, token_id: int, num_top: int) -> TokenLogprobs:
@@ -238,19 +242,22 @@ def _largest(logits_V: Float32s, count: int) -> Ids:
 def _nucleus(scaled_N: Float64s, top_p: float) -> Ids:
     """Return the indices of the fewest most likely candidates whose mass reaches `top_p`.
 
-    At least one is returned; ties go to the smallest index. Only as many candidates as needed are
-    sorted: running sums over a sorted prefix do not depend on what follows it.
+    At least one is returned; ties go to the smallest index. Only about as many as are returned get
+    sorted, which changes nothing: running sums over a sorted list do not depend on what follows.
     """
     weights_N = np.exp(scaled_N)
     target = top_p * weights_N.sum()
-    depth_nats = 4.0
+    # Mass by slices of a fraction of a nat says how deep the nucleus reaches.
+    slices_N = np.minimum(scaled_N * -_SLICES_PER_NAT, _MAX_SLICE).astype(np.int64)
+    mass = np.bincount(slices_N, weights=weights_N).cumsum()
+    last_slice = int(np.searchsorted(mass, target))
     while True:
-        top = np.flatnonzero(scaled_N >= -depth_nats)
+        top = np.flatnonzero(slices_N <= last_slice)
         top = top[np.argsort(-scaled_N[top], kind="stable")]
         sums = weights_N[top].cumsum()
         if sums[-1] >= target or top.size == scaled_N.size:
             return top[: int(np.searchsorted(sums, target)) + 1]
-        depth_nats *= 2
+        last_slice += 1  # the two sums round differently: the edge fell into the next slice
 
 
 def _mix_in_place(words: Words, scratch: Words) -> None:

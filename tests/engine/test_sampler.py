@@ -2,13 +2,14 @@
 
 import itertools
 import math
-import struct
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from prfaas.engine.sampler import (
     MIN_LOGPROB,
@@ -30,7 +31,15 @@ def params(**changes) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 16, "seed": 7, **changes})
 
 
-def draw_id(logits, sampling, *, choice_index=0, position=5, history=None, sampler=None):
+def draw_id(
+    logits: Sequence[float] | NDArray[np.float32],
+    sampling: SamplingParams,
+    *,
+    choice_index: int = 0,
+    position: int = 5,
+    history: TokenHistory | None = None,
+    sampler: Sampler | None = None,
+) -> int:
     row = np.asarray(logits, dtype=np.float32)
     sampler = sampler or Sampler(len(row))
     draw = sampler.draw(
@@ -39,8 +48,8 @@ def draw_id(logits, sampling, *, choice_index=0, position=5, history=None, sampl
     return draw.token_id
 
 
-def f32(value):
-    return struct.unpack("<f", struct.pack("<f", value))[0]
+def f32(value: float) -> float:
+    return float(np.float32(value))
 
 
 # ---------------------------------------------------------------- the obvious sampler
