@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Literal
 
@@ -20,10 +20,13 @@ LOWEST_LOGPROB = -9999.0
 class TokenEntry:
     """One token of an answer, with what is known of its probability."""
 
-    token_bytes: bytes
+    name: bytes
+    """What the token is called: of an ordinary one, its text."""
+    text_bytes: bytes
+    """What it adds to the answer; joined over all tokens, the answer."""
     logprobs: TokenLogprobs
-    top_bytes: tuple[bytes, ...]
-    """The bytes of `logprobs.top`'s tokens."""
+    top_names: tuple[bytes, ...]
+    """The names of `logprobs.top`'s tokens."""
     text_offset: int
     """Where the token's text begins in the choice's text, in characters."""
 
@@ -35,6 +38,23 @@ class Piece:
     text: str
     entries: tuple[TokenEntry, ...] = ()
     finish_reason: FinishReason | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self.text or self.entries or self.finish_reason)
+
+    def after(self, text: str) -> "Piece":
+        """Return the piece with `text` put before it."""
+        return replace(self, text=text + self.text)
+
+    @classmethod
+    def joined(cls, pieces: "Sequence[Piece]") -> "Piece":
+        """Return the pieces of one choice as one."""
+        return cls(
+            text="".join(piece.text for piece in pieces),
+            entries=tuple(entry for piece in pieces for entry in piece.entries),
+            finish_reason=pieces[-1].finish_reason if pieces else None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +117,12 @@ class AnswerHead:
         }
 
 
-def token_text(token_bytes: bytes) -> str:
+def token_text(name: bytes) -> str:
     """Return the token's text; bytes that are no text by themselves as OpenAI shows them."""
     try:
-        return token_bytes.decode()
+        return name.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in name)
 
 
 def finite_logprob(logprob: float) -> float:
@@ -114,12 +134,11 @@ def _chat_logprobs(entries: Sequence[TokenEntry]) -> Json:
     return {
         "content": [
             {
-                **_token(entry.token_bytes, entry.logprobs.logprob),
+                **_token(entry.name, entry.logprobs.logprob),
+                "bytes": list(entry.text_bytes),
                 "top_logprobs": [
-                    _token(top_bytes, logprob)
-                    for top_bytes, (_, logprob) in zip(
-                        entry.top_bytes, entry.logprobs.top, strict=True
-                    )
+                    _token(name, logprob)
+                    for name, (_, logprob) in zip(entry.top_names, entry.logprobs.top, strict=True)
                 ],
             }
             for entry in entries
@@ -128,17 +147,17 @@ def _chat_logprobs(entries: Sequence[TokenEntry]) -> Json:
     }
 
 
-def _token(token_bytes: bytes, logprob: float) -> Json:
+def _token(name: bytes, logprob: float) -> Json:
     return {
-        "token": token_text(token_bytes),
+        "token": token_text(name),
         "logprob": finite_logprob(logprob),
-        "bytes": list(token_bytes),
+        "bytes": list(name),
     }
 
 
 def _completion_logprobs(entries: Sequence[TokenEntry]) -> Json:
     return {
-        "tokens": [token_text(entry.token_bytes) for entry in entries],
+        "tokens": [token_text(entry.name) for entry in entries],
         "token_logprobs": [finite_logprob(entry.logprobs.logprob) for entry in entries],
         "top_logprobs": [_top(entry) for entry in entries],
         "text_offset": [entry.text_offset for entry in entries],
@@ -147,10 +166,10 @@ def _completion_logprobs(entries: Sequence[TokenEntry]) -> Json:
 
 def _top(entry: TokenEntry) -> Json:
     top: Json = {}
-    for top_bytes, (_, logprob) in zip(entry.top_bytes, entry.logprobs.top, strict=True):
+    for name, (_, logprob) in zip(entry.top_names, entry.logprobs.top, strict=True):
         # two ids may share a text; the first is the likelier
-        top.setdefault(token_text(top_bytes), finite_logprob(logprob))
-    top.setdefault(token_text(entry.token_bytes), finite_logprob(entry.logprobs.logprob))
+        top.setdefault(token_text(name), finite_logprob(logprob))
+    top.setdefault(token_text(entry.name), finite_logprob(entry.logprobs.logprob))
     return top
 
 

@@ -1,10 +1,4 @@
-"""Chat messages and tools: checked, and made into what chat templates expect.
-
-Content parts of type text are concatenated. `developer` is `system`. A tool call's arguments, a
-JSON string on the wire, become an object where they are one: that is what templates render.
-"""
-
-import json
+"""Chat messages and tools, checked; content parts of type text are concatenated."""
 
 from prfaas.errors import BadRequest
 from prfaas.server.openai.fields import Fields, shown
@@ -16,23 +10,19 @@ MAX_PARTS = 4096
 MAX_TOOLS = 128
 MAX_NAME_CHARS = 256
 
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
+_SPOKEN = {"role", "content", "name"}
 _KNOWN = {
-    "system": {"role", "content", "name"},
-    "user": {"role", "content", "name"},
-    "assistant": {"role", "content", "name", "refusal", "tool_calls", "annotations"},
-    "tool": {"role", "content", "name", "tool_call_id"},
+    "system": _SPOKEN,
+    "developer": _SPOKEN,
+    "user": _SPOKEN,
+    "assistant": _SPOKEN | {"refusal", "tool_calls", "annotations"},
+    "tool": _SPOKEN | {"tool_call_id"},
 }
+"""Role -> the fields its messages may have."""
 
 
 def parse_messages(fields: Fields) -> list[Message]:
-    """Return the template's messages; a BadRequest names the message's index."""
+    """Return the messages, content always a string; a BadRequest names the message's index."""
     items = fields.items("messages", max_items=MAX_MESSAGES)
     if items is None:
         raise fields.wrong("messages", "is required")
@@ -47,9 +37,8 @@ def _parse_message(item: object, index: int) -> Message:
         raise BadRequest(f"{where}: must be an object, not {shown(item)}", param=where)
     fields = Fields(item, f"{where}.")
     role = fields.raw("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise fields.wrong("role", f"must be one of {', '.join(sorted(_ROLES))}, not {shown(role)}")
-    role = _ROLES[role]
+    if not isinstance(role, str) or role not in _KNOWN:
+        raise fields.wrong("role", f"must be one of {', '.join(_KNOWN)}, not {shown(role)}")
     fields.refuse_unknown(_KNOWN[role])
     message: Message = {"role": role, "content": _content(fields, role)}
     name = fields.string("name", max_chars=MAX_NAME_CHARS)
@@ -118,20 +107,12 @@ def _tool_call(fields: Fields, call: object, index: int) -> Message:
         raise fields.wrong(f"{name}.function.arguments", "must be a string of JSON")
     parsed: Message = {
         "type": "function",
-        "function": {"name": function["name"], "arguments": _arguments(arguments)},
+        "function": {"name": function["name"], "arguments": arguments},
     }
     call_id = call.get("id")
     if call_id is not None and not isinstance(call_id, str):
         raise fields.wrong(f"{name}.id", f"must be a string, not {shown(call_id)}")
     return parsed if call_id is None else {"id": call_id, **parsed}
-
-
-def _arguments(text: str) -> object:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
 
 
 def parse_tools(fields: Fields) -> list[Message] | None:

@@ -1,0 +1,80 @@
+"""Several generations as one stream of events: an answer may hold many prompts."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from prfaas.errors import PrfaasError
+from prfaas.server.node import Generation, ServingNode
+from prfaas.types import Request, TokenEvent
+
+MAX_QUEUED = 64
+"""Events between the engine and the client; full makes the engine's own queue fill."""
+
+Item = tuple[int, TokenEvent | PrfaasError | None]
+"""(prompt index, event); an error ends all, None ends one."""
+
+
+class MergedGenerations:
+    """The events of all requests as they come; made by `generate_all`."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.generations: list[Generation | None] = [None] * num_requests
+        """By prompt index; None until it has begun."""
+        self._queue: asyncio.Queue[Item] = asyncio.Queue(MAX_QUEUED)
+        self._num_open = num_requests
+
+    async def next(self) -> tuple[int, TokenEvent] | None:
+        """Return (prompt index, event), None when all have ended; raises their errors.
+
+        Cancelling it loses no event.
+        """
+        while self._num_open:
+            index, event = await self._queue.get()
+            if isinstance(event, PrfaasError):
+                raise event
+            if event is not None:
+                return index, event
+            self._num_open -= 1
+        return None
+
+    async def pump(self, node: ServingNode, request: Request, index: int) -> None:
+        """Run one request to its end."""
+        try:
+            async with node.generate(request) as generation:
+                self.generations[index] = generation
+                async for event in generation:
+                    await self._queue.put((index, event))
+        except PrfaasError as error:
+            await self._queue.put((index, error))
+        else:
+            await self._queue.put((index, None))
+
+
+@asynccontextmanager
+async def generate_all(
+    node: ServingNode, requests: Sequence[Request]
+) -> AsyncIterator[MergedGenerations]:
+    """Run all requests side by side; leaving the block aborts those that still run."""
+    merged = MergedGenerations(len(requests))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            pumps = [
+                tasks.create_task(merged.pump(node, request, index))
+                for index, request in enumerate(requests)
+            ]
+            try:
+                yield merged
+            finally:
+                for pump in pumps:
+                    pump.cancel()
+    except BaseExceptionGroup as group:
+        raise _first_leaf(group) from None
+
+
+def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error that began it: the group cancels the rest."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
