@@ -35,7 +35,7 @@ class HttpOptions:
     drain_timeout_s: float = 30.0
     """After SIGTERM, running answers get this long."""
     read_timeout_s: float = 30.0
-    """A request's head and body must arrive within this."""
+    """A request's head and body must arrive, and a client take what it is sent, within this."""
     cors_allow_origin: str | None = None
     api_key: str | None = None
     """Clients must show this as a bearer token; None asks for none."""

@@ -1,17 +1,15 @@
 """What must hold between settings, beyond the limits of each."""
 
 import ipaddress
-from typing import Protocol
+from collections.abc import Callable
 
 from prfaas.config.options import NodeConfig
 from prfaas.config.settings import ROLE_PORTS
 from prfaas.errors import ConfigError
 
 
-class NameOf(Protocol):
-    """Return how the person who set `key` wrote it: a flag, a variable or a TOML key."""
-
-    def __call__(self, key: str) -> str: ...  # noqa: D102 - the class says it
+NameOf = Callable[[str], str]
+"""Setting's key -> how the person who set it wrote it: a flag, a variable or a TOML key."""
 
 
 def is_loopback(host: str) -> bool:
