@@ -32,12 +32,8 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
-_NEAR_NATS = 10.0
-"""Candidates this close to the best are scored first; few others can then still win."""
-
-_SLICES_PER_NAT = 8.0
-_MAX_SLICE = 400.0
-"""Deeper than 50 nats below the best, all candidates share a slice."""
+_NUM_SCORED_FIRST = 1024
+"""Of the whole vocabulary; few of the others can then still win."""
 
 
 def mix64(word: int) -> int:
@@ -104,14 +100,16 @@ class Draw:
 class Sampler:
     """Draws from rows of one vocabulary; keeps the hash's per-token constants and scratch space.
 
-    One thread at a time may use it; its results depend on the arguments alone.
+    One thread at a time may use it; its results depend on the arguments alone. Arrays as long as
+    the vocabulary are written into the scratch space: fresh memory costs more than the arithmetic.
     """
 
     def __init__(self, vocab_size: int) -> None:
         # SplitMix64 visits key + GOLDEN, key + 2 * GOLDEN, ...: token i takes the (i + 1)th output.
         self._steps_V: Words = np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
         self._words_V: Words = np.empty_like(self._steps_V)
-        self._scratch_V: Words = np.empty_like(self._steps_V)
+        self._shifted_V: Words = np.empty_like(self._steps_V)
+        self._floats_V: Float32s = np.empty(vocab_size, dtype=np.float32)
 
     def draw(
         self,
@@ -137,8 +135,21 @@ class Sampler:
             token_id = self._draw_random(adjusted_V, params, key)
         logprobs = None
         if params.num_logprobs is not None:
-            logprobs = token_logprobs(logits_V, token_id, params.num_logprobs)
+            logprobs = self.logprobs(logits_V, token_id, params.num_logprobs)
         return Draw(token_id=token_id, logprobs=logprobs)
+
+    def logprobs(self, logits_V: Float32s, token_id: int, num_top: int) -> TokenLogprobs:
+        """Return natural-log probabilities of the model's own distribution, finite always."""
+        peak = float(logits_V.max())
+        log_total = math.log(self._mass(logits_V, peak, 1.0))
+
+        def logprob(token: int) -> float:
+            return max(MIN_LOGPROB, float(logits_V[token]) - peak - log_total)
+
+        top = self._largest(logits_V, num_top) if num_top else ()
+        return TokenLogprobs(
+            logprob=logprob(token_id), top=tuple((int(t), logprob(int(t))) for t in top)
+        )
 
     def gumbel(self, key: int, ids_N: Ids) -> Float64s:
         """Return standard Gumbel noise of the given token ids; finite, within -3.7 .. 36.8."""
@@ -151,7 +162,7 @@ class Sampler:
 
     def _draw_random(self, logits_V: Float32s, params: SamplingParams, key: int) -> int:
         peak = float(logits_V.max())
-        ids_N = _kept_ids(logits_V, peak, params)
+        ids_N = self._kept_ids(logits_V, peak, params)
         if ids_N is None:
             ids_N = self._contenders(logits_V, peak, params.temperature, key)
         scores_N = _scaled(logits_V[ids_N], peak, params.temperature) + self.gumbel(key, ids_N)
@@ -160,35 +171,84 @@ class Sampler:
     def _contenders(self, logits_V: Float32s, peak: float, temperature: float, key: int) -> Ids:
         """Return ascending ids that include the winner of the whole vocabulary.
 
-        The tokens near the peak are scored; a token further down can beat the best of them only
-        with noise above a bound that is one number for all, so their hashes alone decide.
+        The most likely tokens are scored first. Any other can beat the best of them only with noise
+        above a bound that is one number for all, so their hashes alone decide.
         """
-        near_N: Ids = np.flatnonzero(logits_V >= np.float64(peak - _NEAR_NATS * temperature))
-        if near_N.size * 4 > logits_V.size:
+        if logits_V.size <= 2 * _NUM_SCORED_FIRST:
             return np.arange(logits_V.size)
-        best_N = _scaled(logits_V[near_N], peak, temperature) + self.gumbel(key, near_N)
-        needed_noise = float(best_N.max()) + _NEAR_NATS
+        edge = self._kth_largest(logits_V, _NUM_SCORED_FIRST)
+        first_N = np.flatnonzero(logits_V > edge)
+        if not first_N.size:  # all of them are equal
+            first_N = np.flatnonzero(logits_V == edge)[:_NUM_SCORED_FIRST]
+        best_N = _scaled(logits_V[first_N], peak, temperature) + self.gumbel(key, first_N)
+        others_at_most = _scaled(edge.reshape(1), peak, temperature)
+        needed_noise = float(best_N.max() - others_at_most[0])
         # A hair below the bound, so that rounding cannot leave the winner out.
         needed_uniform = math.exp(-math.exp(-needed_noise)) * (1 - 1e-9)
         np.add(self._steps_V, np.uint64(key), out=self._words_V)
-        _mix_in_place(self._words_V, self._scratch_V)
+        _mix_in_place(self._words_V, self._shifted_V)
         needed_word = int(needed_uniform * 2.0**52) << 12
-        far_N = np.flatnonzero(self._words_V >= np.uint64(needed_word))
-        return np.sort(np.append(far_N, near_N[best_N.argmax()]))
+        others_N = np.flatnonzero(self._words_V >= np.uint64(needed_word))
+        return np.sort(np.append(others_N, first_N[best_N.argmax()]))
 
+    def _kept_ids(self, logits_V: Float32s, peak: float, params: SamplingParams) -> Ids | None:
+        """Return the ascending ids that min_p, top_k and top_p leave; None is the vocabulary."""
+        ids_N: Ids | None = None
+        if params.min_p > 0.0:
+            floor = peak + params.temperature * math.log(params.min_p)
+            ids_N = np.flatnonzero(logits_V >= np.float64(floor))
+        if params.top_k is not None:
+            num_left = logits_V.size if ids_N is None else ids_N.size
+            if params.top_k < num_left:  # the largest of all are the largest of min_p's, too
+                ids_N = np.sort(self._largest(logits_V, params.top_k))
+        if params.top_p < 1.0:
+            candidates_N = logits_V if ids_N is None else logits_V[ids_N]
+            nucleus = self._nucleus(candidates_N, peak, params.temperature, params.top_p)
+            ids_N = np.sort(nucleus if ids_N is None else ids_N[nucleus])
+        return ids_N
 
-def token_logprobs(logits_V: Float32s, token_id: int, num_top: int) -> TokenLogprobs:
-    """Return natural-log probabilities of the model's own distribution, finite always."""
-    shifted_V = logits_V.astype(np.float64) - float(logits_V.max())
-    log_total = math.log(np.exp(shifted_V).sum())
+    def _nucleus(self, logits_N: Float32s, peak: float, temperature: float, top_p: float) -> Ids:
+        """Return the indices of the fewest most likely candidates whose mass reaches `top_p`.
 
-    def logprob(token: int) -> float:
-        return max(MIN_LOGPROB, float(shifted_V[token]) - log_total)
+        At least one is returned; ties go to the smallest index. Only the candidates near the peak
+        get sorted, however deep that has to be: running sums over a sorted list do not depend on
+        what follows.
+        """
+        target = top_p * self._mass(logits_N, peak, temperature)
+        depth_nats = 2.0
+        while True:
+            top = np.flatnonzero(logits_N >= np.float64(peak - depth_nats * temperature))
+            weights = np.exp(_scaled(logits_N[top], peak, temperature))
+            if weights.sum() > target or top.size == logits_N.size:
+                order = np.argsort(-logits_N[top], kind="stable")
+                size = int(np.searchsorted(weights[order].cumsum(), target)) + 1
+                return top[order[:size]]
+            depth_nats *= 1.5
 
-    top = _largest(logits_V, num_top) if num_top else ()
-    return TokenLogprobs(
-        logprob=logprob(token_id), top=tuple((int(t), logprob(int(t))) for t in top)
-    )
+    def _mass(self, logits_N: Float32s, peak: float, temperature: float) -> float:
+        """Return the sum of exp((logit - peak) / temperature): terms in float32, sum in float64."""
+        scratch_N = self._floats_V[: logits_N.size]
+        np.subtract(logits_N, np.float32(peak), out=scratch_N)
+        with np.errstate(over="ignore", under="ignore"):
+            np.divide(scratch_N, np.float32(max(temperature, 1e-30)), out=scratch_N)
+            np.exp(scratch_N, out=scratch_N)
+        return float(scratch_N.sum(dtype=np.float64))
+
+    def _largest(self, logits_V: Float32s, count: int) -> Ids:
+        """Return the ids of the `count` largest logits, largest first, ties by the smallest id."""
+        if count < logits_V.size:
+            ids_N = np.flatnonzero(logits_V >= self._kth_largest(logits_V, count))
+        else:
+            ids_N = np.arange(logits_V.size)
+        order = np.argsort(-logits_V[ids_N], kind="stable")
+        return ids_N[order[:count]]
+
+    def _kth_largest(self, logits_V: Float32s, k: int) -> np.float32:
+        """Return the value that at least `k` logits reach and fewer than `k` exceed."""
+        np.copyto(self._floats_V, logits_V)
+        rank = logits_V.size - k
+        self._floats_V.partition(rank)
+        return np.float32(self._floats_V[rank])
 
 
 def _adjusted(logits_V: Float32s, params: SamplingParams, history: TokenHistory | None) -> Float32s:
@@ -210,63 +270,13 @@ def _scaled(logits_N: Float32s, peak: float, temperature: float) -> Float64s:
         return (logits_N.astype(np.float64) - peak) / temperature
 
 
-def _kept_ids(logits_V: Float32s, peak: float, params: SamplingParams) -> Ids | None:
-    """Return the ascending ids that min_p, top_k and top_p leave; None is the whole vocabulary."""
-    ids_N: Ids | None = None
-    if params.min_p > 0.0:
-        floor = peak + params.temperature * math.log(params.min_p)
-        ids_N = np.flatnonzero(logits_V >= np.float64(floor))
-    if params.top_k is not None and params.top_k < (logits_V.size if ids_N is None else ids_N.size):
-        # What top_k leaves of the min_p survivors is what it leaves of all, if there are enough.
-        ids_N = np.sort(_largest(logits_V, params.top_k))
-    if params.top_p < 1.0:
-        if ids_N is None:
-            ids_N = np.arange(logits_V.size)
-        scaled_N = _scaled(logits_V[ids_N], peak, params.temperature)
-        ids_N = np.sort(ids_N[_nucleus(scaled_N, params.top_p)])
-    return ids_N
-
-
-def _largest(logits_V: Float32s, count: int) -> Ids:
-    """Return the ids of the `count` largest logits, largest first, ties by the smallest id."""
-    size = logits_V.size
-    if count < size:
-        least = np.partition(logits_V, size - count)[size - count]
-        ids_N = np.flatnonzero(logits_V >= least)
-    else:
-        ids_N = np.arange(size)
-    order = np.argsort(-logits_V[ids_N], kind="stable")
-    return ids_N[order[:count]]
-
-
-def _nucleus(scaled_N: Float64s, top_p: float) -> Ids:
-    """Return the indices of the fewest most likely candidates whose mass reaches `top_p`.
-
-    At least one is returned; ties go to the smallest index. Only about as many as are returned get
-    sorted, which changes nothing: running sums over a sorted list do not depend on what follows.
-    """
-    weights_N = np.exp(scaled_N)
-    target = top_p * weights_N.sum()
-    # Mass by slices of a fraction of a nat says how deep the nucleus reaches.
-    slices_N = np.minimum(scaled_N * -_SLICES_PER_NAT, _MAX_SLICE).astype(np.int64)
-    mass = np.bincount(slices_N, weights=weights_N).cumsum()
-    last_slice = int(np.searchsorted(mass, target))
-    while True:
-        top = np.flatnonzero(slices_N <= last_slice)
-        top = top[np.argsort(-scaled_N[top], kind="stable")]
-        sums = weights_N[top].cumsum()
-        if sums[-1] >= target or top.size == scaled_N.size:
-            return top[: int(np.searchsorted(sums, target)) + 1]
-        last_slice += 1  # the two sums round differently: the edge fell into the next slice
-
-
-def _mix_in_place(words: Words, scratch: Words) -> None:
+def _mix_in_place(words: Words, shifted: Words) -> None:
     """Apply `mix64` to every word; numpy's uint64 wraps as the hash wants."""
-    np.right_shift(words, np.uint64(30), out=scratch)
-    np.bitwise_xor(words, scratch, out=words)
+    np.right_shift(words, np.uint64(30), out=shifted)
+    np.bitwise_xor(words, shifted, out=words)
     np.multiply(words, np.uint64(_MIX_1), out=words)
-    np.right_shift(words, np.uint64(27), out=scratch)
-    np.bitwise_xor(words, scratch, out=words)
+    np.right_shift(words, np.uint64(27), out=shifted)
+    np.bitwise_xor(words, shifted, out=words)
     np.multiply(words, np.uint64(_MIX_2), out=words)
-    np.right_shift(words, np.uint64(31), out=scratch)
-    np.bitwise_xor(words, scratch, out=words)
+    np.right_shift(words, np.uint64(31), out=shifted)
+    np.bitwise_xor(words, shifted, out=words)
