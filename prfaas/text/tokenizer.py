@@ -69,7 +69,10 @@ class Tokenizer:
         self._bytes_of_id: dict[int, bytes] = {}
         self.bos_id = bos_id
         self.eos_ids = tuple(sorted(set(eos_ids)))
-        self.vocab_size = 1 + max(encoding.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = max(
+            encoding.get_vocab_size(with_added_tokens=True),
+            1 + max(encoding.get_added_tokens_decoder(), default=-1),
+        )
         self.fingerprint = fingerprint
 
     @classmethod
@@ -224,8 +227,10 @@ def _starts_with_bos(encoding: tokenizers.Tokenizer, bos_id: int | None, setting
 
 
 def _spelling(encoding: tokenizers.Tokenizer, path: Path) -> TokenSpelling:
-    decoder = json.loads(encoding.to_str())["decoder"] if encoding.decoder is not None else None
-    steps = (decoder or {}).get("decoders", [decoder or {"type": "none"}])
+    if encoding.decoder is None:
+        raise ConfigError(f"{path} has no decoder")
+    decoder = json.loads(encoding.decoder.__getstate__())
+    steps = decoder.get("decoders", [decoder])
     types = {step["type"] for step in steps}
     if "ByteLevel" in types:
         return "byte-level"
