@@ -9,6 +9,10 @@ import structlog
 LogFormat = Literal["console", "json"]
 Logger = structlog.typing.FilteringBoundLogger
 
+_TRACEBACKS_WITHOUT_LOCALS = structlog.processors.ExceptionRenderer(
+    structlog.tracebacks.ExceptionDictTransformer(show_locals=False)  # they hold prompts and keys
+)
+
 
 def configure_logging(*, level: str = "info", log_format: LogFormat = "console") -> None:
     """Send all events of `level` and above to standard error in one format.
@@ -26,7 +30,7 @@ def configure_logging(*, level: str = "info", log_format: LogFormat = "console")
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.dict_tracebacks
+            _TRACEBACKS_WITHOUT_LOCALS
             if log_format == "json"
             else structlog.processors.format_exc_info,
             renderer,

@@ -60,3 +60,11 @@ def json_error(body: Json, *, status: int, headers: dict[str, str] | None = None
     return web.Response(
         body=to_json(body), status=status, content_type="application/json", headers=headers
     )
+
+
+def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error that began a task group's end: the group cancels the rest."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

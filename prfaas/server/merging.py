@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from prfaas.errors import PrfaasError
+from prfaas.server.failures import first_leaf
 from prfaas.server.node import Generation, ServingNode
 from prfaas.types import Request, TokenEvent
 
@@ -69,12 +70,4 @@ async def generate_all(
                 for pump in pumps:
                     pump.cancel()
     except BaseExceptionGroup as group:
-        raise _first_leaf(group) from None
-
-
-def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the error that began it: the group cancels the rest."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        raise first_leaf(group) from None

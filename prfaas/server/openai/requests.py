@@ -77,7 +77,9 @@ class Settings:
     num_logprobs: int | None
     cache_salt: bytes
 
-    def sampling_within(self, *, prompt_tokens: int, max_context_tokens: int) -> SamplingParams:
+    def sampling_within(
+        self, *, prompt_tokens: int, max_context_tokens: int, prompt_param: str
+    ) -> SamplingParams:
         """Return the parameters for a prompt of that length.
 
         Raises BadRequest where prompt and max_tokens do not fit the context together; nothing is
@@ -90,7 +92,7 @@ class Settings:
             raise BadRequest(
                 f"the prompt has {prompt_tokens} tokens{asked}, but the context holds"
                 f" {max_context_tokens} tokens, at least one of them drawn",
-                param="messages" if self.max_tokens is None else self.max_tokens_param,
+                param=prompt_param if self.max_tokens is None else self.max_tokens_param,
                 code="context_length_exceeded",
             )
         max_tokens = room if self.max_tokens is None else self.max_tokens
