@@ -1,0 +1,80 @@
+"""Hit length against trying every length."""
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from prfaas.cache.groups import longest_hit
+from prfaas.cache.spec import FullSpec, GroupSpec, WindowSpec
+
+BLOCK_TOKENS = 4
+FULL = FullSpec(name="full", layers=(0,), page_bytes=64)
+NUM_BLOCKS = 14
+
+
+def window(window_tokens: int) -> WindowSpec:
+    return WindowSpec(name="window", layers=(1,), page_bytes=64, window_tokens=window_tokens)
+
+
+GROUPS = st.lists(st.one_of(st.just(FULL), st.integers(1, 40).map(window)), min_size=1, max_size=4)
+PRESENT = st.lists(
+    st.lists(st.sampled_from([True, True, True, False]), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS),
+    min_size=4,
+    max_size=4,
+)
+
+
+def serves(spec: GroupSpec, present: list[bool], num_blocks: int) -> bool:
+    """Return whether every token that position `num_blocks * BLOCK_TOKENS` sees is present."""
+    position = num_blocks * BLOCK_TOKENS
+    width = position if isinstance(spec, FullSpec) else spec.window_tokens - 1
+    return all(present[j // BLOCK_TOKENS] for j in range(max(0, position - width), position))
+
+
+@given(groups=GROUPS, present=PRESENT, limit=st.integers(0, NUM_BLOCKS))
+@example(
+    groups=[window(5), window(9)], present=[[True, False] * 7, [False, True] * 7] * 2, limit=14
+)
+def test_the_hit_is_the_longest_length_that_every_group_serves(
+    groups: list[GroupSpec], present: list[list[bool]], limit: int
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def is_present(group: int, block: int) -> bool:
+        asked.append((group, block))
+        return present[group][block]
+
+    expected = max(
+        n
+        for n in range(limit + 1)
+        if all(serves(spec, present[g], n) for g, spec in enumerate(groups))
+    )
+    assert longest_hit(groups, BLOCK_TOKENS, limit, is_present) == expected
+    assert len(asked) == len(set(asked)), "a block was asked for twice"
+    assert all(block < limit for _, block in asked)
+
+
+def test_full_attention_alone_is_not_a_hit_when_its_windows_are_gone():
+    """The state or window of a hit must be there with the KV, or it is no hit at all."""
+    assert longest_hit([FULL, window(9)], BLOCK_TOKENS, 10, lambda group, block: group == 0) == 0
+
+
+def test_a_window_found_further_back_is_the_hit():
+    there = {(1, 3), (1, 4)}
+    hit = longest_hit(
+        [FULL, window(9)],
+        BLOCK_TOKENS,
+        10,
+        lambda group, block: group == 0 or (group, block) in there,
+    )
+    assert hit == 5
+
+
+def test_a_long_prompt_asks_for_its_last_window_only():
+    asked = []
+
+    def is_present(group: int, block: int) -> bool:
+        asked.append((group, block))
+        return True
+
+    assert longest_hit([window(512)], 64, 2048, is_present) == 2048
+    assert asked == [(0, block) for block in range(2047, 2039, -1)]

@@ -1,0 +1,348 @@
+"""The cache against a dictionary that does the same the obvious way, and under many threads."""
+
+import threading
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+)
+
+from prfaas.cache.hashing import root_key
+from prfaas.cache.prefix import BlockTable, PrefixCache
+from prfaas.cache.spec import CacheLayout, FullSpec, WindowSpec, held_blocks, needed_blocks
+
+BLOCK_TOKENS = 2
+PAGE_BYTES = 8
+LAYOUT = CacheLayout(
+    block_tokens=BLOCK_TOKENS,
+    groups=(
+        FullSpec(name="full", layers=(1,), page_bytes=PAGE_BYTES),
+        WindowSpec(name="window", layers=(0, 2), page_bytes=PAGE_BYTES, window_tokens=4),
+    ),
+)
+SIZES = [len(spec.layers) for spec in LAYOUT.groups]
+GROUPS = st.sampled_from([0, 1])
+SALTS = st.sampled_from([b"", b"other tenant"])
+PROMPTS = st.lists(st.sampled_from([0, 1]), max_size=11)
+Place = tuple[int, int]
+Key = tuple[int, bytes]
+
+
+def make_cache(num_pages: int) -> PrefixCache:
+    def root(salt: bytes) -> bytes:
+        return root_key(
+            model_fingerprint="m",
+            numerics_fingerprint="n",
+            kv_dtype="float32",
+            layout=LAYOUT,
+            salt=salt,
+        )
+
+    return PrefixCache(layout=LAYOUT, ram_bytes=num_pages * PAGE_BYTES, root=root)
+
+
+def content(stamp: bytes, group: int, index: int) -> bytes:
+    return stamp[: PAGE_BYTES - 2] + bytes([group, index])
+
+
+@dataclass(eq=False)
+class Model:
+    """What one table should hold."""
+
+    table: BlockTable
+    tokens: list[int]
+    keys: tuple[bytes, ...]
+    held: dict[Place, bytes] = field(default_factory=dict)
+    """(group, block) -> stamp of the bytes."""
+    committed: set[Place] = field(default_factory=set)
+    reserved: set[Place] = field(default_factory=set)
+    parked: list[tuple[tuple[int, ...], bytes, int]] = field(default_factory=list)
+    num_holders: int = 1
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """A tiny pool, so that almost every step evicts."""
+
+    tables = Bundle("tables")
+
+    @initialize(num_pages=st.integers(3, 30))
+    def start(self, num_pages: int) -> None:
+        self.cache = make_cache(num_pages)
+        self.num_pages = num_pages
+        self.models: list[Model] = []
+        self.refs: dict[Key, int] = {}
+        """Every published key and the tables that hold it."""
+        self.cold: list[Key] = []
+        self.warm: list[Key] = []
+        self.hits: set[Key] = set()
+        self.num_private_pages = 0
+        self.num_stamps = 0
+
+    # ------------------------------------------------------------ the obvious way
+
+    def hold(self, key: Key) -> None:
+        for queue in (self.cold, self.warm):
+            if key in queue:
+                queue.remove(key)
+        self.refs[key] += 1
+
+    def let_go(self, key: Key, *, is_cold: bool = False) -> None:
+        self.refs[key] -= 1
+        if self.refs[key] == 0:
+            (self.cold if is_cold else self.warm).append(key)
+
+    def num_free(self) -> int:
+        return self.num_pages - self.num_private_pages - sum(SIZES[g] for g, _ in self.refs)
+
+    def take(self, num_pages: int) -> bool:
+        idle = [*self.cold, *self.warm]
+        if num_pages > self.num_free() + sum(SIZES[g] for g, _ in idle):
+            return False
+        while self.num_free() < num_pages:
+            key = idle.pop(0)
+            del self.refs[key]
+            self.hits.discard(key)
+            (self.cold if key in self.cold else self.warm).remove(key)
+        self.num_private_pages += num_pages
+        return True
+
+    def serves(self, keys: tuple[bytes, ...], num_blocks: int) -> bool:
+        position = num_blocks * BLOCK_TOKENS
+        for group, spec in enumerate(LAYOUT.groups):
+            width = position if isinstance(spec, FullSpec) else spec.window_tokens - 1
+            for token in range(max(0, position - width), position):
+                if (group, keys[token // BLOCK_TOKENS]) not in self.refs:
+                    return False
+        return True
+
+    def write(self, model: Model, place: Place) -> None:
+        group, block = place
+        if block < len(model.keys):
+            stamp = model.keys[block]
+        else:
+            self.num_stamps += 1
+            stamp = self.num_stamps.to_bytes(PAGE_BYTES, "little")
+        model.held[place] = stamp
+        for index, page in enumerate(model.table.pages(group, block) or ()):
+            model.table.view(page)[:] = content(stamp, group, index)
+
+    # ------------------------------------------------------------ steps
+
+    @rule(target=tables, tokens=PROMPTS, salt=SALTS)
+    def lookup(self, tokens, salt):
+        keys = self.cache.block_keys(tokens, salt)
+        limit = min(len(keys), max(0, len(tokens) - 1) // BLOCK_TOKENS)
+        expected = max(n for n in range(limit + 1) if self.serves(keys, n))
+        model = Model(table=self.cache.lookup(keys, len(tokens)), tokens=tokens, keys=keys)
+        assert model.table.hit_tokens == model.table.num_tokens == expected * BLOCK_TOKENS
+        for group, spec in enumerate(LAYOUT.groups):
+            for block in held_blocks(spec, model.table.hit_tokens, BLOCK_TOKENS):
+                key = (group, keys[block])
+                self.hold(key)
+                self.hits.add(key)
+                model.held[group, block] = keys[block]
+                model.committed.add((group, block))
+        self.models.append(model)
+        return model
+
+    @rule(model=tables, group=GROUPS, block=st.integers(0, 6))
+    def allocate(self, model, group, block):
+        place = (group, block)
+        is_held = place in model.held
+        expected = is_held or self.take(SIZES[group])
+        pages = model.table.try_allocate(group, block)
+        assert (pages is not None) == expected
+        if pages is not None and not is_held:
+            self.write(model, place)
+
+    @rule(model=tables, num_tokens=st.integers(0, 14))
+    def reserve(self, model, num_tokens):
+        places = [
+            (group, block)
+            for group, spec in enumerate(LAYOUT.groups)
+            for block in needed_blocks(spec, num_tokens, BLOCK_TOKENS)
+            if (group, block) not in model.held
+        ]
+        expected = self.take(sum(SIZES[group] for group, _ in places))
+        assert model.table.try_reserve(num_tokens) == expected
+        if expected:
+            for place in places:
+                self.write(model, place)
+                model.reserved.add(place)
+            model.table.set_num_tokens(num_tokens)
+            assert model.table.num_tokens == num_tokens
+
+    @rule(model=tables, data=st.data())
+    def commit(self, model, data):
+        if not model.held:
+            return
+        group, block = place = data.draw(st.sampled_from(sorted(model.held)))
+        before = model.table.pages(group, block)
+        model.table.commit(group, block)
+        after = model.table.pages(group, block)
+        if place in model.committed or block >= len(model.keys):
+            assert after == before
+            return
+        key = (group, model.keys[block])
+        model.committed.add(place)
+        if key in self.refs:
+            assert after != before
+            self.hold(key)
+            if model.num_holders > 1:
+                model.parked.append((before, model.keys[block], group))
+                if place in model.reserved:
+                    return
+            else:
+                self.num_private_pages -= SIZES[group]
+        else:
+            assert after == before
+            self.refs[key] = 1
+            self.num_private_pages -= SIZES[group]
+        model.reserved.discard(place)
+
+    @rule(model=tables, num_tokens=st.integers(0, 14))
+    def slide(self, model, num_tokens):
+        model.table.slide(num_tokens)
+        first = needed_blocks(LAYOUT.groups[1], num_tokens, BLOCK_TOKENS).start
+        for group, block in sorted(model.held):
+            if group == 1 and block < first:
+                self.drop(model, (group, block), is_slide=True)
+
+    def drop(self, model: Model, place: Place, *, is_slide: bool = False) -> None:
+        group, block = place
+        del model.held[place]
+        if place in model.committed:
+            model.committed.discard(place)
+            key = (group, model.keys[block])
+            self.let_go(key, is_cold=is_slide and key not in self.hits)
+        else:
+            self.num_private_pages -= SIZES[group]
+            model.reserved.discard(place)
+
+    @rule(target=tables, model=consumes(tables))
+    def retain(self, model):
+        model.table.retain()
+        model.num_holders += 1
+        return model
+
+    @rule(model=consumes(tables), target=tables)
+    def release_one_of_several(self, model):
+        if model.num_holders > 1:
+            model.num_holders -= 1
+            model.table.release()
+        return model
+
+    @rule(model=consumes(tables))
+    def release(self, model):
+        for _ in range(model.num_holders):
+            model.table.release()
+        for group, block in sorted(model.held, key=lambda p: (p[1], p[0]), reverse=True):
+            self.drop(model, (group, block))
+        self.num_private_pages -= sum(len(pages) for pages, _, _ in model.parked)
+        self.models.remove(model)
+
+    # ------------------------------------------------------------ always
+
+    @invariant()
+    def counts_agree(self):
+        self.cache.check()
+        counts = self.cache.counts()
+        idle = sum(SIZES[group] for group, _ in [*self.cold, *self.warm])
+        assert counts.num_free + counts.num_referenced + counts.num_cached == self.num_pages
+        assert counts.num_free == self.num_free()
+        assert counts.num_cached == idle
+        assert counts.num_tables == len(self.models)
+        if not any(model.parked for model in self.models):
+            reserved = [place for model in self.models for place in model.reserved]
+            assert counts.num_transfer == sum(SIZES[group] for group, _ in reserved)
+
+    @invariant()
+    def every_held_page_has_its_bytes(self):
+        for model in self.models:
+            for (group, block), stamp in model.held.items():
+                pages = model.table.pages(group, block)
+                assert pages is not None
+                assert model.table.is_committed(group, block) == ((group, block) in model.committed)
+                for index, page in enumerate(pages):
+                    assert model.table.view(page) == content(stamp, group, index)
+            for pages, stamp, group in model.parked:
+                for index, page in enumerate(pages):
+                    assert model.table.view(page) == content(stamp, group, index)
+
+    def teardown(self):
+        for model in self.models:
+            for _ in range(model.num_holders):
+                model.table.release()
+        self.cache.check()
+        counts = self.cache.counts()
+        assert counts.num_referenced == counts.num_transfer == counts.num_tables == 0
+        self.cache.close()
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def serve_random_prompt(cache: PrefixCache, random: Random) -> list[str]:
+    """Look up, compute, commit, slide and release as an engine does; return foreign bytes seen."""
+    tokens = [random.randint(0, 1) for _ in range(random.randint(0, 14))]
+    keys = cache.block_keys(tokens, b"")
+    table = cache.lookup(keys, len(tokens))
+    if random.random() < 0.3:
+        table.try_reserve(len(tokens))
+    for block in range(table.hit_tokens // BLOCK_TOKENS, len(keys)):
+        for group in (0, 1):
+            pages = table.try_allocate(group, block)
+            if pages is not None:
+                for index, page in enumerate(pages):
+                    table.view(page)[:] = content(keys[block], group, index)
+                table.commit(group, block)
+        table.slide(block * BLOCK_TOKENS)
+    faults = [
+        f"group {group} block {block}"
+        for group in (0, 1)
+        for block, key in enumerate(keys)
+        if table.is_committed(group, block)
+        for index, page in enumerate(table.pages(group, block) or ())
+        if table.view(page) != content(key, group, index)
+    ]
+    table.release()
+    return faults
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_threads_that_share_a_tiny_pool_never_see_foreign_bytes():
+    cache = make_cache(60)
+    faults: list[str] = []
+    num_done: list[int] = []
+    start = threading.Barrier(4)
+
+    def work(seed: int) -> None:
+        random = Random(seed)
+        start.wait()
+        for _ in range(150):
+            faults.extend(serve_random_prompt(cache, random))
+        num_done.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+    assert sorted(num_done) == [0, 1, 2, 3]
+    cache.check()
+    counts = cache.counts()
+    assert counts.num_referenced == counts.num_transfer == counts.num_tables == 0
+    assert counts.num_evictions > 0
+    assert counts.num_hits > 0
+    cache.close()
