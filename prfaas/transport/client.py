@@ -80,17 +80,14 @@ class PeerClient:
     async def handshake(self, ours: Identity) -> PeerStatus:
         """Return who the peer is and how busy; the caller compares the identities."""
         body = dump({"identity": ours.to_json()})
-        deadline_s = self._options.connect_timeout_s + self._options.stall_timeout_s
-        return parse_status(await self._post("/kv/v1/handshake", body, deadline_s))
+        return parse_status(await self._post("/kv/v1/handshake", body))
 
     async def open(self, asked: TransferRequest) -> TransferAccepted:
         """Ask for a transfer; return once the peer has reserved all pages and queued the prompt.
 
         Raises IncompatiblePeer, Overloaded (with the peer's wish when to retry) or TransferError.
         """
-        deadline_s = self._options.connect_timeout_s + self._options.stall_timeout_s
-        body = encode_transfer_request(asked)
-        return parse_accepted(await self._post("/kv/v1/transfers", body, deadline_s))
+        return parse_accepted(await self._post("/kv/v1/transfers", encode_transfer_request(asked)))
 
     async def cancel(self, transfer_id: str) -> None:
         """Tell the peer to drop a transfer whose stream was never opened; unknown ones are fine."""
@@ -118,10 +115,10 @@ class PeerClient:
         finally:
             sock.close()
 
-    async def _post(self, path: str, body: bytes, deadline_s: float) -> bytes:
+    async def _post(self, path: str, body: bytes) -> bytes:
         with _as_transfer_errors(self.address):
             async with (
-                asyncio.timeout(deadline_s),
+                asyncio.timeout(self._options.stall_timeout_s),
                 self._session.post(
                     path, data=body, headers={"Content-Type": "application/json"}
                 ) as response,

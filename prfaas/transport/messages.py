@@ -208,7 +208,7 @@ def _encode_sampling(sampling: SamplingParams) -> dict[str, object]:
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
-        "logit_bias": sampling.logit_bias,
+        "logit_bias": [(token, _or_null(bias)) for token, bias in sampling.logit_bias],
         "num_logprobs": sampling.num_logprobs,
         "stop_token_ids": sampling.stop_token_ids,
     }

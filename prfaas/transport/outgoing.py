@@ -65,16 +65,24 @@ class OutgoingTransfer:
         self._has_news = asyncio.Event()
         self._closed = asyncio.Event()
         self._attached = asyncio.Event()
+        self._detached = asyncio.Event()
+        self._detached.set()
 
     def try_attach(self) -> bool:
         """Take note that the receiver opens the stream; False if it ended or has one already."""
         if self.outcome is not None or self._attached.is_set():
             return False
         self._attached.set()
+        self._detached.clear()
         return True
 
+    def detach(self) -> None:
+        """Take note that nobody reads pages for the stream any more; ends the transfer."""
+        self.close("broken")
+        self._detached.set()
+
     async def attached(self) -> None:
-        """Return once the stream is open."""
+        """Return once the stream was opened or the transfer has ended."""
         await self._attached.wait()
 
     def put_page(self, place: PagePlace) -> None:
@@ -103,6 +111,7 @@ class OutgoingTransfer:
         if self.outcome is None:
             self.outcome = outcome if self._error is None else "failed"
             self._closed.set()
+            self._attached.set()
 
     def acknowledge(self) -> None:
         """Take note that the receiver has verified everything; too early is a protocol error."""
@@ -111,6 +120,11 @@ class OutgoingTransfer:
     async def closed(self) -> None:
         """Return once the transfer has ended."""
         await self._closed.wait()
+
+    async def detached(self) -> None:
+        """Return once the transfer has ended and no stream reads its pages."""
+        await self._closed.wait()
+        await self._detached.wait()
 
     async def next_piece(self) -> Piece | None:
         """Return the next frame to send, waiting for one; None after END or ERROR was returned."""

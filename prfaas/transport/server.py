@@ -63,7 +63,11 @@ class TransferService(Protocol):
         ...
 
     def transfer(self, transfer_id: str) -> OutgoingTransfer | None:
-        """Return a transfer that has not ended."""
+        """Return a transfer that can be streamed, or None."""
+        ...
+
+    def cancel(self, transfer_id: str) -> bool:
+        """End a transfer; False if there is none of this id."""
         ...
 
     def count_sent(self, num_bytes: int) -> None:
@@ -131,11 +135,9 @@ class _Handlers:
             return _refuse(408, f"no whole body within {BODY_TIMEOUT_S} s")
 
     async def cancel(self, request: web.Request) -> web.Response:
-        transfer = self._service.transfer(request.match_info["transfer_id"])
-        if transfer is None:
-            return _refuse(404, "no such transfer")
-        transfer.close("cancelled")
-        return web.Response(status=204)
+        if self._service.cancel(request.match_info["transfer_id"]):
+            return web.Response(status=204)
+        return _refuse(404, "no such transfer")
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get("Upgrade", "").lower() != UPGRADE:
@@ -148,7 +150,7 @@ class _Handlers:
         try:
             await self._serve(request, transfer)
         finally:
-            transfer.close("broken")
+            transfer.detach()
         return web.Response()  # goes nowhere: the connection is closed
 
     async def _serve(self, request: web.Request, transfer: OutgoingTransfer) -> None:
