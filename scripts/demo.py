@@ -214,13 +214,14 @@ def conversations() -> Iterator[tuple[str, list[dict[str, str]]]]:
     """Yield a short and a long prompt, each with a name to show."""
     yield "short", [{"role": "user", "content": "What is the capital of France?"}]
     text = (TEXTS / "selm_point.txt").read_text(encoding="utf-8")
-    question = "Who built the lighthouse at Selm Point?"
+    question = "Who was the first woman to be principal keeper?"
     yield "long", [{"role": "system", "content": text}, {"role": "user", "content": question}]
 
 
 def ask(node: NodeProcess, name: str, messages: list[dict[str, str]]) -> dict[str, Any]:
     """Send one chat prompt with curl, show the answer and its story, and return the story."""
-    body = json.dumps({"messages": messages, "max_tokens": 48, "temperature": 0})
+    settings = {"max_tokens": 48, "temperature": 0, "stop": ["\n"]}
+    body = json.dumps({"messages": messages, **settings})
     command = ["curl", "--silent", "--show-error", "--max-time", "900", "--data-binary", "@-"]
     command += ["--header", "Content-Type: application/json", f"{node.url}/v1/chat/completions"]
     with notes.status(f"{name} prompt"):

@@ -1,0 +1,1 @@
+"""Commands; everything heavy is imported inside them."""

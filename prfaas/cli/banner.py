@@ -1,0 +1,30 @@
+"""What a node says once it takes requests."""
+
+from collections.abc import Sequence
+
+from prfaas import __version__
+from prfaas.config.options import NodeConfig
+
+
+def banner(
+    config: NodeConfig, *, model: str, routes: Sequence[str], is_plain_template: bool
+) -> str:
+    """Return the lines that tell a person what runs here and how to reach it."""
+    host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
+    rows = {
+        "model": f"{model}, {config.engine.dtype} weights",
+        "address": f"http://{host}:{config.http.port}",
+        "routes": ", ".join(route for route in routes if not route.startswith("*")),
+    }
+    if is_plain_template:
+        rows["template"] = "no chat template in checkpoint: plain transcript"
+    if config.role == "pd":
+        rows["peer"] = (
+            f"{config.transport.peer} for more than {config.scheduler.threshold_tokens}"
+            " uncached prompt tokens"
+            if config.transport.peer
+            else "none: every prompt is prefilled here"
+        )
+    lines = [f"prfaas {__version__}, role {config.role}, is ready"]
+    lines += [f"  {label:<9} {value}" for label, value in rows.items()]
+    return "\n".join(lines)

@@ -1,0 +1,36 @@
+"""An error on purpose ends a command with one line on standard error and a status."""
+
+import sys
+from typing import IO, Any
+
+import click
+
+from prfaas.errors import ConfigError, PrfaasError
+
+STATUS_FAILED = 1
+STATUS_MISUSED = 2
+
+
+class Failure(click.ClickException):
+    """The end of a command: one line, no traceback."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(" ".join(message.split()))
+        self.exit_code = status
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the line."""
+        click.echo(f"prfaas: {self.message}", file=file or sys.stderr)
+
+
+class FailingGroup(click.Group):
+    """A group whose commands may raise PrfaasError: 2 if the operator must act, else 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise Failure(str(error), STATUS_MISUSED) from error
+        except PrfaasError as error:
+            raise Failure(str(error), STATUS_FAILED) from error

@@ -1,0 +1,23 @@
+"""The `prfaas` command."""
+
+import click
+
+from prfaas import __version__
+from prfaas.cli.chat import chat
+from prfaas.cli.failures import FailingGroup
+from prfaas.cli.model import model
+from prfaas.cli.serve import serve
+
+
+@click.group(
+    name="prfaas",
+    cls=FailingGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, message="prfaas %(version)s")
+def main() -> None:
+    """Serve LLMs with prefill as a service: long prompts are prefilled by another node."""
+
+
+for command in (serve, model, chat):
+    main.add_command(command)

@@ -1,0 +1,42 @@
+"""`prfaas serve`: one node in the foreground."""
+
+import os
+from pathlib import Path
+
+import click
+
+from prfaas.cli.node_options import config_from, node_options
+from prfaas.config.render import render_toml
+from prfaas.errors import ConfigError
+
+
+@click.command(short_help="Run one node until SIGTERM or Ctrl-C.")
+@node_options
+@click.option("--print-config", is_flag=True, help="Print the merged settings as TOML and exit.")
+def serve(config_path: Path | None, *, print_config: bool, **flags: object) -> None:
+    """Run one node until SIGTERM or Ctrl-C; running answers are finished first.
+
+    A setting comes from its flag, else its variable (for --threads PRFAAS_THREADS), else the TOML
+    file, else its default.
+    """
+    config = config_from(config_path, flags)
+    if print_config:
+        click.echo(render_toml(config), nl=False)
+        return
+    if config.role == "scheduler":
+        raise ConfigError(
+            "role scheduler comes in a later version; a pd node with --peer routes by itself"
+        )
+    limit_threads(config.engine.threads)
+    from prfaas.cli.node_process import run_node  # imports torch and aiohttp
+
+    run_node(config)
+
+
+def limit_threads(threads: int | None) -> None:
+    """Let every OpenMP and MKL pool of this process have `threads` threads.
+
+    Works until torch is imported; torch.set_num_threads would reach the calling thread's pool only.
+    """
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
