@@ -108,7 +108,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--port", type=int, default=8000, help="of the pd node (8000)")
     parser.add_argument("--prefill-port", type=int, default=8100, help="of the prefill node (8100)")
-    parser.add_argument("--model", default="gemma-3-270m", help="what both serve (gemma-3-270m)")
+    parser.add_argument(
+        "--model", default="gemma-3-270m", help="name or path of what both serve (gemma-3-270m)"
+    )
     return parser.parse_args(arguments)
 
 
@@ -118,8 +120,7 @@ def run(options: argparse.Namespace) -> None:
         raise DemoError("needs curl, which sends the prompts")
     for port, flag in ((options.port, "--port"), (options.prefill_port, "--prefill-port")):
         check_free(port, flag)
-    if subprocess.run(prfaas("model", "fetch", options.model), check=False).returncode:
-        raise DemoError(f"could not get the model {options.model}")
+    fetch_model(options.model)
     with nodes(options) as (prefill, pd):
         wait_ready((prefill, pd))
         requests = [ask(pd, name, messages) for name, messages in conversations()]
@@ -132,6 +133,15 @@ def run(options: argparse.Namespace) -> None:
                 prefill.check_running()
                 pd.check_running()
                 time.sleep(1)
+
+
+def fetch_model(model: str) -> None:
+    """Bring a model that is named, not given as a path; quick if it is here."""
+    if Path(model).exists():
+        return
+    done = subprocess.run(prfaas("model", "fetch", model), stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise DemoError(f"could not get the model {model}")
 
 
 def prfaas(*arguments: str) -> list[str]:

@@ -1,0 +1,104 @@
+"""`prfaas serve` as a person starts it: a process, a port, signals."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HANG_GUARD_S = 120
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def environment(models_dir: Path) -> dict[str, str]:
+    """Return this process's environment with a models directory of its own and no settings."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PRFAAS_")}
+    return kept | {"PRFAAS_MODELS_DIR": str(models_dir)}
+
+
+def serve_command(*flags: str) -> list[str]:
+    """Return the command line of a small node."""
+    small = ("--threads", "1", "--cache-ram-bytes", "64MiB", "--kv-ram-bytes", "256MiB")
+    return [sys.executable, "-m", "prfaas", "serve", *small, *flags]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeProcess:
+    """A running node."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    def get(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Return status and JSON of a GET."""
+        return self._send(urllib.request.Request(f"http://127.0.0.1:{self.port}{path}"))
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Return status and JSON of a POST."""
+        url = f"http://127.0.0.1:{self.port}{path}"
+        headers = {"Content-Type": "application/json"}
+        return self._send(urllib.request.Request(url, json.dumps(body).encode(), headers))
+
+    def _send(self, request: urllib.request.Request) -> tuple[int, dict[str, Any]]:
+        try:
+            with urllib.request.urlopen(request, timeout=HANG_GUARD_S) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    def wait_ready(self) -> None:
+        """Return once /ready says 200."""
+        deadline_s = time.perf_counter() + HANG_GUARD_S
+        while time.perf_counter() < deadline_s:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                if self.get("/ready")[0] == 200:
+                    return
+            except OSError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError(self.log.read_text())
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal and return the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout=HANG_GUARD_S)
+
+
+@contextmanager
+def running_node(directory: Path, *flags: str) -> Iterator[NodeProcess]:
+    """Start a node with its models and its log in `directory`; it is gone when the block ends."""
+    port = free_port()
+    log = directory / f"{port}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            serve_command("--port", str(port), *flags),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment(directory / "models"),
+        )
+    try:
+        yield NodeProcess(process=process, port=port, log=log)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()

@@ -1,0 +1,104 @@
+"""The demo shows two routes, says what is wrong, and leaves no process behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.node_processes import HANG_GUARD_S, environment, free_port
+from tests.tiny_models import write_tiny_model
+
+DEMO = Path(__file__).parents[2] / "scripts" / "demo.py"
+KEYS = [
+    "prompt_tokens",
+    "route",
+    "reason",
+    "tokens_reused",
+    "tokens_local",
+    "tokens_remote",
+    "bytes_received",
+    "ttft_s",
+    "answer",
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("demo")
+    write_tiny_model(path / "tiny", "gemma3")
+    return path
+
+
+def demo(directory: Path, *flags: str, port: int | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, str(DEMO), "--model", str(directory / "tiny"), *flags]
+    command += ["--port", str(port or free_port()), "--prefill-port", str(free_port())]
+    return subprocess.Popen(
+        command,
+        env=environment(directory / "models") | {"TMPDIR": str(directory)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_once_with_json_ends_with_both_stories(directory):
+    process = demo(directory, "--once", "--json")
+    output, errors = process.communicate(timeout=HANG_GUARD_S)
+    assert process.returncode == 0, errors
+    short, long = json.loads(output.splitlines()[-1])["requests"]
+    assert list(short) == list(long) == KEYS
+    assert (short["route"], long["route"]) == ("local", "remote"), long
+    assert short["tokens_remote"] == short["bytes_received"] == 0
+    assert long["prompt_tokens"] > 4000
+    for story in (short, long):
+        parts = story["tokens_reused"] + story["tokens_local"] + story["tokens_remote"]
+        assert parts == story["prompt_tokens"]
+    assert f"{long['tokens_remote']:,} computed by the peer" in output
+    assert "curl http://127.0.0.1:" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_ends_the_nodes_too(number, directory):
+    process = demo(directory)
+    deadline_s = time.perf_counter() + HANG_GUARD_S
+    while len(children := children_of(process.pid)) < 2 and time.perf_counter() < deadline_s:
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.communicate(timeout=HANG_GUARD_S)
+    assert process.returncode in {0, 128 + number}
+    assert len(children) == 2
+    for child in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+
+
+def test_a_used_port_is_named_with_the_flag_that_helps(directory):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = demo(directory, "--once", port=port)
+        output, errors = process.communicate(timeout=HANG_GUARD_S)
+    assert (process.returncode, output) == (1, "")
+    assert f"port {port} cannot be used" in errors
+    assert "--port N" in errors
+
+
+@pytest.mark.slow
+def test_a_node_that_cannot_start_is_shown_with_its_log(directory):
+    (directory / "broken").mkdir(exist_ok=True)
+    process = demo(directory, "--once", "--model", str(directory / "broken"))
+    _, errors = process.communicate(timeout=HANG_GUARD_S)
+    assert process.returncode == 1
+    assert "node ended with status 2" in errors
+    assert "prfaas: " in errors
