@@ -59,7 +59,8 @@ class ChatTemplate:
         self.is_plain = source is None
         self.adds_bos = not self.is_plain
         self.stop_strings = PLAIN_STOP_STRINGS if source is None else ()
-        self.fingerprint = hashlib.sha256((source or PLAIN_FORMAT).encode()).hexdigest()
+        identity = f"plain {PLAIN_FORMAT}" if source is None else f"jinja {source}"
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self.takes_tools = False
         self._template: jinja2.Template | None = None
         if source is not None:

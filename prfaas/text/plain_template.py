@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from prfaas.errors import BadRequest
 from prfaas.text.messages import Message, calls_text, content_text, tool_calls
 
-PLAIN_FORMAT = "plain transcript 1: Question / Answer"
+PLAIN_FORMAT = "1: Question / Answer"
 """Names the layout below; peers with another one differ in fingerprint."""
 
 PLAIN_STOP_STRINGS = ("\n\nQuestion:", "\nQuestion:")
