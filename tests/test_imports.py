@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "aiohttp", "lmdb", "transformers", "uvloop", "numpy")
+HEAVY = ("torch", "aiohttp", "lmdb", "transformers", "uvloop", "numpy", "structlog", "rich")
 LIGHT_MODULES = (
     "prfaas.cli.main",
     "prfaas.clock",

@@ -5,7 +5,6 @@ from typing import Literal
 
 from prfaas.cache.options import CacheOptions
 from prfaas.engine.options import EngineOptions
-from prfaas.log import LogFormat
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.transport.options import TransportOptions
 
@@ -48,7 +47,7 @@ class LogOptions:
     """Options of the `[log]` section."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    format: LogFormat = "console"
+    format: Literal["console", "json"] = "console"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

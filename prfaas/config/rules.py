@@ -7,7 +7,6 @@ from prfaas.config.options import NodeConfig
 from prfaas.config.settings import ROLE_PORTS
 from prfaas.errors import ConfigError
 
-
 NameOf = Callable[[str], str]
 """Setting's key -> how the person who set it wrote it: a flag, a variable or a TOML key."""
 

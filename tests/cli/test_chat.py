@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from prfaas.cli.chat import parse_events
+from prfaas.cli.conversation import parse_events
 from prfaas.cli.main import main
 from prfaas.errors import PrfaasError
 
