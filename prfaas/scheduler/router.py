@@ -1,0 +1,325 @@
+"""Decides where each prompt is prefilled, and keeps count of what that set in motion.
+
+`route` is the decision, a pure function. `Router` is the state around it: what was decided counts
+from that moment on, and what became of it changes what the next decision sees.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, assert_never, get_args
+
+from prfaas.scheduler.monitor import TransferRates
+from prfaas.scheduler.options import SchedulerOptions
+from prfaas.scheduler.view import LocalView, PeerState, PeerView, View, known_rate
+from prfaas.types import RouteName
+
+FIRST_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 30.0
+SLOW_BACKOFF_S = 10.0
+"""A peer that turned out slower than we are gets nothing for this long."""
+EWMA_WEIGHT = 0.3
+"""Of the newest observation."""
+
+Reason = Literal[
+    "short",
+    "long",
+    "forced",
+    "no_peer",
+    "peer_down",
+    "peer_incompatible",
+    "peer_overloaded",
+    "pool_full",
+    "peer_stuck",
+    "transfer_failed",
+    "slower_than_local",
+]
+REASONS: frozenset[Reason] = frozenset(get_args(Reason))
+"""Every reason a route can have; a metric label, so the set is closed."""
+
+Outcome = Literal[
+    "completed",
+    "cancelled",
+    "pool_full",
+    "peer_down",
+    "peer_incompatible",
+    "peer_overloaded",
+    "peer_stuck",
+    "transfer_failed",
+    "slower_than_local",
+]
+"""How a remote route ended; all but the first two make the prefill local, for that reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteRequest:
+    """What a decision needs to know of a prompt."""
+
+    num_tokens: int
+    hit_tokens: int
+    """Leading tokens whose KV is here."""
+    num_kv_bytes: int
+    """KV that a remote prefill would bring."""
+    peer_hit_tokens: int = 0
+    """Leading tokens that the peer is known to have."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for counts that no prompt has."""
+        if not 0 <= self.hit_tokens <= self.num_tokens:
+            raise ValueError(f"a hit of {self.hit_tokens} of {self.num_tokens} tokens")
+        if not 0 <= self.peer_hit_tokens <= self.num_tokens:
+            raise ValueError(f"a peer's hit of {self.peer_hit_tokens} of {self.num_tokens} tokens")
+        if self.num_kv_bytes < 0:
+            raise ValueError(f"{self.num_kv_bytes} bytes of KV")
+
+    @property
+    def uncached_tokens(self) -> int:
+        """The length that the threshold judges."""
+        return self.num_tokens - self.hit_tokens
+
+    @property
+    def peer_tokens(self) -> int:
+        """Tokens that a peer has to compute."""
+        return self.num_tokens - self.peer_hit_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One decision: where, why, and when the first token is expected."""
+
+    name: RouteName
+    reason: Reason
+    peer: str | None = None
+    """Set exactly if the route is remote."""
+    predicted_ttft_s: float | None = None
+
+
+def route(
+    request: RouteRequest,
+    view: View,
+    options: SchedulerOptions,
+    now_s: float,
+    force: RouteName | None = None,
+) -> Route:
+    """Return the route of one prompt.
+
+    Up to `threshold_tokens` uncached tokens stay local (PrfaaS §3.4.3, bandwidth scarce: each
+    cache is judged alone). Longer ones go to the usable peer with the earliest predicted first
+    token. `force` overrides the threshold, never a peer's state.
+    """
+    if force == "local":
+        return _local(request, view, "forced")
+    if force is None and request.uncached_tokens <= options.threshold_tokens:
+        return _local(request, view, "short")
+    if not view.peers:
+        return _local(request, view, "no_peer")
+    refusals = [peer.refusal(now_s) for peer in view.peers]
+    usable = [p for p, refusal in zip(view.peers, refusals, strict=True) if refusal is None]
+    if not usable:
+        # The peer nearest to being of use gives the reason.
+        for reason in ("peer_overloaded", "peer_down", "peer_incompatible"):
+            if reason in refusals:
+                return _local(request, view, reason)
+        raise AssertionError(f"no refusal in {refusals}")
+    peer = min(usable, key=lambda p: _preference(p, request))
+    return Route(
+        name="remote",
+        reason="long" if force is None else "forced",
+        peer=peer.peer,
+        predicted_ttft_s=_peer_ttft_s(peer, request),
+    )
+
+
+def _local(request: RouteRequest, view: View, reason: Reason) -> Route:
+    predicted_s = view.local.ttft_s(num_tokens=request.uncached_tokens)
+    return Route(name="local", reason=reason, predicted_ttft_s=predicted_s)
+
+
+def _peer_ttft_s(peer: PeerView, request: RouteRequest) -> float | None:
+    return peer.ttft_s(num_tokens=request.peer_tokens, num_kv_bytes=request.num_kv_bytes)
+
+
+def _preference(peer: PeerView, request: RouteRequest) -> tuple[float, int, str]:
+    """Return the sort key: earliest first token, unknown ones by load; ties by name."""
+    ttft_s = _peer_ttft_s(peer, request)
+    return (0.0 if ttft_s is None else ttft_s, peer.num_inflight_tokens, peer.peer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InFlight:
+    peer: str
+    num_tokens: int
+    started_s: float
+
+
+class Router:
+    """The peers' states, and each remote prefill between its decision and its end."""
+
+    def __init__(self, *, peers: Sequence[str], options: SchedulerOptions) -> None:
+        self._options = options
+        self._peers = {peer: PeerView(peer=peer) for peer in peers}
+        self._inflight: dict[str, _InFlight] = {}
+
+    def view(self, local: LocalView) -> View:
+        """Return what `route` would look at now."""
+        return View(peers=tuple(self._peers.values()), local=local)
+
+    def peer(self, name: str) -> PeerView:
+        """Return what is known of one peer. Raises KeyError for a name not given at the start."""
+        return self._peers[name]
+
+    def is_usable(self, peer: str, now_s: float) -> bool:
+        """Return whether a long prompt could be sent to the peer now."""
+        return self._peers[peer].refusal(now_s) is None
+
+    def route(
+        self,
+        request_id: str,
+        request: RouteRequest,
+        *,
+        local: LocalView,
+        now_s: float,
+        force: RouteName | None = None,
+    ) -> Route:
+        """Return the request's route; a remote one is in flight at once, until `ended`."""
+        assert request_id not in self._inflight, f"{request_id} has a route"
+        decided = route(request, self.view(local), self._options, now_s, force)
+        if decided.peer is not None:
+            peer = self._peers[decided.peer]
+            self._inflight[request_id] = _InFlight(
+                peer=peer.peer, num_tokens=request.peer_tokens, started_s=now_s
+            )
+            self._peers[peer.peer] = replace(
+                peer,
+                num_inflight=peer.num_inflight + 1,
+                num_inflight_tokens=peer.num_inflight_tokens + request.peer_tokens,
+            )
+        return decided
+
+    def ended(
+        self,
+        request_id: str,
+        outcome: Outcome,
+        *,
+        now_s: float,
+        rates: TransferRates | None = None,
+        retry_after_s: float = FIRST_BACKOFF_S,
+    ) -> None:
+        """Take a remote prefill out of flight and learn from how it went.
+
+        Exactly once for each remote route. `retry_after_s` is an overloaded peer's wish.
+        """
+        ended = self._inflight.pop(request_id)
+        peer = self._peers[ended.peer]
+        peer = replace(
+            peer,
+            num_inflight=peer.num_inflight - 1,
+            num_inflight_tokens=peer.num_inflight_tokens - ended.num_tokens,
+        )
+        if rates is not None:
+            peer = replace(
+                peer,
+                prefill_tokens_per_s=_ewma(peer.prefill_tokens_per_s, rates.prefill_tokens_per_s),
+                link_bytes_per_s=_ewma(peer.link_bytes_per_s, rates.link_bytes_per_s),
+            )
+        self._peers[peer.peer] = _after(peer, outcome, ended.started_s, now_s, retry_after_s)
+
+    def heard(
+        self,
+        peer: str,
+        *,
+        now_s: float,
+        is_ready: bool,
+        num_queue_tokens: int = 0,
+        prefill_tokens_per_s: float | None = None,
+    ) -> None:
+        """Take note of a compatible peer's word about itself.
+
+        It does not end a backoff that transfers have earned (more than one failure in a row), nor
+        the wait an overloaded peer asked for.
+        """
+        old = self._peers[peer]
+        is_waiting = old.retry_at_s is not None and now_s < old.retry_at_s
+        state = old.state
+        if not is_ready:
+            state = "down"
+        elif not (is_waiting and (old.state == "overloaded" or old.num_failures > 1)):
+            state = "ready"
+        self._peers[peer] = replace(
+            old,
+            state=state,
+            heard_s=now_s,
+            num_queue_tokens=max(0, num_queue_tokens),
+            num_silences=0,
+            reported_tokens_per_s=known_rate(prefill_tokens_per_s),
+            retry_at_s=_later(old, now_s) if state == "down" else old.retry_at_s,
+        )
+
+    def unreachable(self, peer: str, *, now_s: float) -> None:
+        """Take note that the peer did not answer."""
+        old = self._peers[peer]
+        silent = replace(old, state="down", num_silences=old.num_silences + 1)
+        self._peers[peer] = replace(silent, retry_at_s=_later(silent, now_s))
+
+    def incompatible(self, peer: str, *, now_s: float) -> None:
+        """Take note that the peer's KV is of no use here, until it is heard again."""
+        self._peers[peer] = replace(self._peers[peer], state="incompatible", heard_s=now_s)
+
+    def check(self) -> None:
+        """Re-derive the counts in flight from the routes in flight."""
+        for name, peer in self._peers.items():
+            ours = [inflight for inflight in self._inflight.values() if inflight.peer == name]
+            assert peer.num_inflight == len(ours), f"{name}: {peer.num_inflight} in flight"
+            assert peer.num_inflight_tokens == sum(inflight.num_tokens for inflight in ours)
+
+
+def _after(
+    peer: PeerView, outcome: Outcome, started_s: float, now_s: float, retry_after_s: float
+) -> PeerView:
+    """Return the peer's view after one transfer's end."""
+    match outcome:
+        case "cancelled" | "pool_full":
+            return peer
+        case "completed":
+            state: PeerState = "incompatible" if peer.state == "incompatible" else "ready"
+            return replace(peer, state=state, heard_s=now_s, num_failures=0, retry_at_s=None)
+        case "peer_incompatible":
+            return replace(peer, state="incompatible", heard_s=now_s)
+        case "peer_overloaded":
+            return _overloaded(peer, now_s, retry_after_s)
+        case "slower_than_local":
+            return _overloaded(peer, now_s, SLOW_BACKOFF_S)
+        case "peer_down" | "peer_stuck" | "transfer_failed":
+            return _failed(peer, started_s, now_s)
+        case _:
+            assert_never(outcome)
+
+
+def _overloaded(peer: PeerView, now_s: float, wait_s: float) -> PeerView:
+    if peer.state in ("down", "incompatible"):
+        return peer
+    wait_s = min(max(wait_s, 0.0), MAX_BACKOFF_S)
+    return replace(peer, state="overloaded", heard_s=now_s, retry_at_s=now_s + wait_s)
+
+
+def _failed(peer: PeerView, started_s: float, now_s: float) -> PeerView:
+    """Return the view after a failure; one of a transfer older than the last failure adds nothing."""
+    if peer.state == "incompatible":
+        return peer
+    if peer.failed_s is None or started_s >= peer.failed_s:
+        peer = replace(peer, num_failures=peer.num_failures + 1, failed_s=now_s)
+    return replace(peer, state="down", retry_at_s=_later(peer, now_s))
+
+
+def _later(peer: PeerView, now_s: float) -> float:
+    """Return when a down peer may be tried again: twice as far off with every failure."""
+    doublings = min(max(peer.num_failures, peer.num_silences, 1) - 1, 10)
+    retry_at_s = now_s + min(FIRST_BACKOFF_S * 2.0**doublings, MAX_BACKOFF_S)
+    return retry_at_s if peer.retry_at_s is None else max(peer.retry_at_s, retry_at_s)
+
+
+def _ewma(old: float | None, new: float | None) -> float | None:
+    """Return the average moved towards `new`; what is unknown changes nothing."""
+    new = known_rate(new)
+    if new is None:
+        return old
+    return new if old is None else old + EWMA_WEIGHT * (new - old)

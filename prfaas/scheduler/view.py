@@ -1,0 +1,106 @@
+"""What is known of the peers and of the local engine, how old it is, and what it predicts.
+
+Values only: `router.Router` makes the next one from what it hears.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+PeerState = Literal["unknown", "ready", "down", "incompatible", "overloaded"]
+
+STALE_AFTER_S = 10.0
+"""A peer that was not heard for this long may be gone: it gets one request at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerView:
+    """One prefill peer, as last heard of and as used by us since."""
+
+    peer: str
+    state: PeerState = "unknown"
+    prefill_tokens_per_s: float | None = None
+    link_bytes_per_s: float | None = None
+    """What our transfers from it have reached, a moving average each."""
+    reported_tokens_per_s: float | None = None
+    """Its own word on its prefill rate; stands in until a transfer has shown one."""
+    num_queue_tokens: int = 0
+    """Tokens waiting there, everyone's, as it last said."""
+    heard_s: float | None = None
+    num_failures: int = 0
+    """Transfers in a row that failed by its fault; those of one moment count once."""
+    num_silences: int = 0
+    """Times in a row that it could not be reached."""
+    failed_s: float | None = None
+    retry_at_s: float | None = None
+    """When a down or overloaded peer may be tried again."""
+    num_inflight: int = 0
+    num_inflight_tokens: int = 0
+    """Tokens that we have asked it for; counted from the decision on."""
+
+    def is_on_trial(self, now_s: float) -> bool:
+        """Return whether the next transfer has to show first that the peer works."""
+        if self.state in ("unknown", "down") or self.num_failures > 0:
+            return True
+        return self.heard_s is None or now_s - self.heard_s > STALE_AFTER_S
+
+    def refusal(
+        self, now_s: float
+    ) -> Literal["peer_down", "peer_incompatible", "peer_overloaded"] | None:
+        """Return why no prefill may go there now, or None if one may.
+
+        A peer on trial gets one transfer at a time, a down one not before its backoff is over.
+        """
+        if self.state == "incompatible":
+            return "peer_incompatible"
+        if self.retry_at_s is not None and now_s < self.retry_at_s:
+            if self.state == "overloaded":
+                return "peer_overloaded"
+            if self.state == "down":
+                return "peer_down"
+        if self.is_on_trial(now_s) and self.num_inflight > 0:
+            return "peer_down"
+        return None
+
+    def ttft_s(self, *, num_tokens: int, num_kv_bytes: int) -> float | None:
+        """Return the predicted seconds to the first token; None while the rates are unknown.
+
+        The queue is what it reported or what we have in flight there, whichever is more. KV is
+        sent as it is computed, so the slower of the two counts.
+        """
+        rate = known_rate(self.prefill_tokens_per_s) or known_rate(self.reported_tokens_per_s)
+        if rate is None:
+            return None
+        queue_tokens = max(self.num_queue_tokens, self.num_inflight_tokens, 0)
+        link_rate = known_rate(self.link_bytes_per_s)
+        transfer_s = 0.0 if link_rate is None else num_kv_bytes / link_rate
+        return queue_tokens / rate + max(num_tokens / rate, transfer_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalView:
+    """The engine of this node."""
+
+    num_waiting_tokens: int = 0
+    """Prompt tokens that are admitted or queued and not computed."""
+    prefill_tokens_per_s: float | None = None
+
+    def ttft_s(self, *, num_tokens: int) -> float | None:
+        """Return the predicted seconds to a first token behind `num_tokens`; None if unknown."""
+        rate = known_rate(self.prefill_tokens_per_s)
+        return None if rate is None else (max(self.num_waiting_tokens, 0) + num_tokens) / rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """All that a routing decision looks at."""
+
+    peers: tuple[PeerView, ...] = ()
+    local: LocalView = LocalView()
+
+
+def known_rate(rate: float | None) -> float | None:
+    """Return a rate that can be divided by; None for one that is unset, zero, negative or NaN."""
+    if rate is None or not math.isfinite(rate) or rate <= 0:
+        return None
+    return rate
