@@ -1,0 +1,51 @@
+"""One forward's rows: the tokens of several sequences, one after another, padded at the end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prfaas.engine.kv import SequenceKv
+from prfaas.engine.layers.rope import RopeTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """The next tokens of one sequence, at positions kv.num_tokens, ...; at least one."""
+
+    kv: SequenceKv
+    tokens: Sequence[int]
+    num_logits: int
+    """1: the last token's logits are wanted; 0: none."""
+
+
+class Batch:
+    """The rows of one forward. Rows past the last segment repeat token 0 and count for nothing."""
+
+    def __init__(self, segments: Sequence[Segment], row_multiple: int) -> None:
+        tokens: list[int] = []
+        positions: list[int] = []
+        self.parts: list[tuple[slice, Segment]] = []
+        for segment in segments:
+            start = len(tokens)
+            first = segment.kv.num_tokens
+            tokens.extend(segment.tokens)
+            positions.extend(range(first, first + len(segment.tokens)))
+            self.parts.append((slice(start, len(tokens)), segment))
+        padding = -len(tokens) % row_multiple
+        self.tokens_T = torch.tensor(tokens + [0] * padding)
+        self.positions_T = torch.tensor(positions + [0] * padding)
+        self._end_position = max(positions) + 1
+        self._ropes: dict[RopeTable, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def logit_rows(self) -> list[int]:
+        """The rows whose logits are wanted."""
+        return [rows.stop - 1 for rows, segment in self.parts if segment.num_logits]
+
+    def rope(self, table: RopeTable) -> tuple[Tensor, Tensor]:
+        """Return the table's cos and sin of every row, gathered once a forward."""
+        if table not in self._ropes:
+            self._ropes[table] = table.at(self.positions_T, self._end_position)
+        return self._ropes[table]

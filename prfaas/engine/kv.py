@@ -1,0 +1,219 @@
+"""The working copy of one sequence's keys and values.
+
+Full-attention layers keep every token. Window layers keep the last window and what a forward adds
+to it; older tokens are dropped when room is needed. Buffers lie on the absolute grid of the
+attention kernel (KEY_BLOCK), and every byte of a visible block is finite: an unwritten key is masked,
+but its value is still multiplied by zero.
+
+Shapes: H KV heads, C capacity in tokens, T tokens, K head dim.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prfaas.engine.config import LayerSpec
+from prfaas.engine.layers.attention import KEY_BLOCK
+
+WINDOW_SLACK_TOKENS = 1024
+"""Room of a window layer beyond its window, for the tokens of a forward (a prefill chunk)."""
+FLOAT32_BYTES = 4
+
+
+def layer_capacity(layer: LayerSpec, capacity_tokens: int) -> int:
+    """Return the tokens of one layer's buffer in a sequence of up to `capacity_tokens`."""
+    if layer.window_tokens is not None:
+        capacity_tokens = min(capacity_tokens, layer.window_tokens + WINDOW_SLACK_TOKENS)
+    return _ceil(capacity_tokens)
+
+
+def capacity_bytes(layers: Sequence[LayerSpec], capacity_tokens: int) -> int:
+    """Return the bytes of a sequence's working copy in all layers."""
+    return sum(
+        layer_capacity(layer, capacity_tokens) * layer.values_per_token * FLOAT32_BYTES
+        for layer in layers
+    )
+
+
+class LayerKv:
+    """K and V of one layer: kv[0] and kv[1], [H, C, K], of positions base_tokens + 0, 1, ..."""
+
+    def __init__(self, spec: LayerSpec, capacity_tokens: int, margin_tokens: int) -> None:
+        self.spec = spec
+        self.base_tokens = 0
+        self.kv_2HCK = self._empty(layer_capacity(spec, capacity_tokens))
+        self._margin_tokens = margin_tokens
+        self._end_tokens = 0  # tokens are written up to here
+        self._finite_tokens = 0  # from base_tokens up to here no byte is uninitialised
+
+    def _empty(self, capacity_tokens: int) -> Tensor:
+        return torch.empty(2, self.spec.num_kv_heads, capacity_tokens, self.spec.head_dim)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit the buffer."""
+        return self.kv_2HCK.shape[2]
+
+    def write(self, start: int, k_THK: Tensor, v_THK: Tensor) -> None:
+        """Put the K and V of positions start, start + 1, ...; what follows them is void."""
+        room_2HTK = self._room(start, len(k_THK))
+        room_2HTK[0].copy_(k_THK.transpose(0, 1))
+        room_2HTK[1].copy_(v_THK.transpose(0, 1))
+        self._end_tokens = start + len(k_THK)
+
+    def load(self, start: int, num_tokens: int) -> Tensor:
+        """Return room [2, H, num_tokens, K] for tokens made elsewhere, to be filled at once.
+
+        Blocks of one window may come in any order.
+
+        Raises:
+            ValueError: the tokens lie before the window, or beyond the capacity.
+        """
+        if self._end_tokens == 0:
+            self.base_tokens = self._finite_tokens = self._first_kept(start)
+        if start < self.base_tokens:
+            raise ValueError(f"token {start} lies before the first kept, {self.base_tokens}")
+        room_2HTK = self._room(start, num_tokens)
+        self._end_tokens = max(self._end_tokens, start + num_tokens)
+        return room_2HTK
+
+    def read(self, start: int, num_tokens: int) -> Tensor:
+        """Return the K and V of positions start, ..., [2, H, num_tokens, K]; a view.
+
+        Raises:
+            ValueError: they are not all here.
+        """
+        if not self.base_tokens <= start <= start + num_tokens <= self._end_tokens:
+            raise ValueError(
+                f"tokens {start}..{start + num_tokens} asked of a buffer that holds "
+                f"{self.base_tokens}..{self._end_tokens}"
+            )
+        first = start - self.base_tokens
+        return self.kv_2HCK[:, :, first : first + num_tokens]
+
+    def truncate(self, num_tokens: int) -> None:
+        """Void everything from position `num_tokens` on.
+
+        Raises:
+            ValueError: a token needed to go on from there is not here.
+        """
+        first_needed = num_tokens - self.spec.kept_tokens(num_tokens)
+        if not self.base_tokens <= first_needed <= num_tokens <= self._end_tokens:
+            raise ValueError(
+                f"going on at {num_tokens} needs tokens from {first_needed}; the buffer holds "
+                f"{self.base_tokens}..{self._end_tokens}"
+            )
+        self._end_tokens = num_tokens
+
+    def fork(self) -> "LayerKv":
+        """Return an independent copy."""
+        other = copy(self)
+        other.kv_2HCK = self._empty(self.capacity_tokens)
+        held = slice(0, self._finite_tokens - self.base_tokens)
+        other.kv_2HCK[:, :, held] = self.kv_2HCK[:, :, held]
+        return other
+
+    def _first_kept(self, num_tokens: int) -> int:
+        """The first position still wanted when the sequence goes on at `num_tokens`.
+
+        The margin keeps one cache block more, which an export at a boundary may ask for.
+        """
+        if self.spec.window_tokens is None:
+            return 0
+        first = num_tokens - (self.spec.window_tokens - 1) - self._margin_tokens
+        return max(0, first) // KEY_BLOCK * KEY_BLOCK
+
+    def _room(self, start: int, num_tokens: int) -> Tensor:
+        end, block_end = start + num_tokens, _ceil(start + num_tokens)
+        if block_end - self.base_tokens > self.capacity_tokens:
+            self._make_room(start, block_end)
+        base = self.base_tokens
+        if block_end > self._finite_tokens:
+            self.kv_2HCK[:, :, max(0, self._finite_tokens - base) : start - base] = 0.0
+            self.kv_2HCK[:, :, end - base : block_end - base] = 0.0
+            self._finite_tokens = block_end
+        return self.kv_2HCK[:, :, start - base : end - base]
+
+    def _make_room(self, start: int, end: int) -> None:
+        """Drop what no query from `start` on sees; grow a window's buffer for a long forward."""
+        base = max(self.base_tokens, self._first_kept(start))
+        held_end = max(base, min(self._finite_tokens, _ceil(start)))
+        held = self.kv_2HCK[:, :, base - self.base_tokens : held_end - self.base_tokens]
+        if end - base <= self.capacity_tokens:
+            held = held.clone()  # it may overlap its new place
+        elif self.spec.window_tokens is None:
+            raise ValueError(f"{end} tokens in a sequence of {self.capacity_tokens}")
+        else:
+            self.kv_2HCK = self._empty(end - base + KEY_BLOCK)
+        self.kv_2HCK[:, :, : held.shape[2]] = held
+        self.base_tokens, self._finite_tokens = base, held_end
+
+
+class SequenceKv:
+    """K and V of one sequence, layer by layer; `num_tokens` of them are complete in all layers."""
+
+    def __init__(
+        self, layers: Sequence[LayerSpec], *, capacity_tokens: int, block_tokens: int
+    ) -> None:
+        self.num_tokens = 0
+        self.capacity_tokens = capacity_tokens
+        self.block_tokens = block_tokens
+        self.layers = [LayerKv(spec, capacity_tokens, block_tokens) for spec in layers]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(layer.kv_2HCK.nbytes for layer in self.layers)
+
+    def export_block(self, layer: int, block: int, num_tokens: int, out: memoryview) -> None:
+        """Write the first `num_tokens` tokens of a block to `out`: K, then V, each [H, T, K].
+
+        Legal inside `on_layer` for tokens that the running forward just wrote.
+
+        Raises:
+            ValueError: the tokens are not here, or `out` has another size.
+        """
+        page_2HTK = self._page(layer, num_tokens, out)
+        page_2HTK[:] = self.layers[layer].read(block * self.block_tokens, num_tokens).numpy()
+
+    def import_block(self, layer: int, block: int, num_tokens: int, data: memoryview) -> None:
+        """Read what export_block wrote; set_num_tokens makes it count.
+
+        Raises:
+            ValueError: `data` has another size, or the block lies before the window.
+        """
+        page_2HTK = self._page(layer, num_tokens, data)
+        room_2HTK = self.layers[layer].load(block * self.block_tokens, num_tokens)
+        room_2HTK.numpy()[:] = page_2HTK
+
+    def set_num_tokens(self, num_tokens: int) -> None:
+        """Declare that every layer holds what it needs to go on at `num_tokens`; void the rest.
+
+        Raises:
+            ValueError: a layer does not hold it.
+        """
+        for layer in self.layers:
+            layer.truncate(num_tokens)
+        self.num_tokens = num_tokens
+
+    def fork(self) -> "SequenceKv":
+        """Return an independent copy, for another continuation of the same tokens."""
+        other = copy(self)
+        other.layers = [layer.fork() for layer in self.layers]
+        return other
+
+    def _page(self, layer: int, num_tokens: int, data: memoryview) -> NDArray[np.float32]:
+        spec = self.layers[layer].spec
+        expected = num_tokens * spec.values_per_token * FLOAT32_BYTES
+        if data.nbytes != expected:
+            raise ValueError(f"a page of {data.nbytes} bytes; {num_tokens} tokens take {expected}")
+        page = np.frombuffer(data, dtype=np.float32)
+        return page.reshape(2, spec.num_kv_heads, num_tokens, spec.head_dim)
+
+
+def _ceil(num_tokens: int) -> int:
+    return -(-num_tokens // KEY_BLOCK) * KEY_BLOCK

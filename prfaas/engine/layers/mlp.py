@@ -1,0 +1,58 @@
+"""The gated feed-forward layer.
+
+Shapes: T tokens, D model dim, F feed-forward dim.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from prfaas.engine.config import Activation
+from prfaas.engine.linear import Linear
+
+SLAB_ROWS = 192
+"""Rows computed at once: their activations stay in cache. A multiple of every ROW_MULTIPLE."""
+GELU_LINEAR = -2 * math.sqrt(2 / math.pi)
+GELU_CUBIC = GELU_LINEAR * 0.044715
+
+
+class GatedMlp:
+    """down(act(gate(x)) * up(x)), with gate and up in one matrix."""
+
+    def __init__(
+        self, gate_up_proj: Linear, down_proj: Linear, activation: Activation, num_hidden: int
+    ) -> None:
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
+        self._activate_ = gelu_tanh_ if activation == "gelu_tanh" else silu_
+        self._num_hidden = num_hidden
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        if len(x_TD) <= SLAB_ROWS:
+            return self._slab(x_TD)
+        return torch.cat([self._slab(slab) for slab in x_TD.split(SLAB_ROWS)])
+
+    def _slab(self, x_TD: Tensor) -> Tensor:
+        gate_up = self.gate_up_proj(x_TD)
+        gate_TF = gate_up[:, : self._num_hidden].contiguous()
+        hidden_TF = self._activate_(gate_TF).mul_(gate_up[:, self._num_hidden :])
+        return self.down_proj(hidden_TF)
+
+
+# torch's own silu, sigmoid and gelu round the last elements of a tensor in another way than the
+# others, so a row's bits would depend on the rows beside it. exp, on contiguous memory, does not.
+
+
+def silu_(x: Tensor) -> Tensor:
+    """Replace contiguous `x` by x * sigmoid(x) and return it."""
+    return x.div_(torch.neg(x).exp_().add_(1.0))
+
+
+def gelu_tanh_(x: Tensor) -> Tensor:
+    """Replace contiguous `x` by 0.5x(1 + tanh(sqrt(2/pi)(x + 0.044715x^3))) and return it.
+
+    Computed as x * sigmoid of twice the argument, which is the same function.
+    """
+    inner = (x * x).mul_(GELU_CUBIC).add_(GELU_LINEAR).mul_(x)
+    return x.div_(inner.exp_().add_(1.0))

@@ -1,0 +1,63 @@
+"""Linear layers whose rows do not depend on the batch they are computed in.
+
+Every result row is a function of its input row and the weight alone, bit for bit, whatever the
+number of rows. Plain `F.linear` on a CPU is not: it takes another kernel for few rows. Each packing
+here names the row counts for which the property holds, and the model pads its batches to them.
+
+Shapes: M rows (tokens), K input dim, N output dim.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Packing = Literal["fbgemm-fp16", "onednn-f32", "padded-f32"]
+ROW_MULTIPLE: dict[Packing, int] = {
+    # fbgemm works in bands of 6 rows; a remainder of 1 or 2 takes a kernel with other rounding.
+    "fbgemm-fp16": 6,
+    # 4 rows would do for MKL at the widths tried; 8 leaves room.
+    "padded-f32": 8,
+    # Any count is exact; 2 spares the kernels for a single row.
+    "onednn-f32": 1,
+}
+REORDER_BATCH_HINT = 64  # with a hint of 1, oneDNN packs for one row and M=1 rounds differently
+
+Linear = Callable[[Tensor], Tensor]
+"""x_MK -> y_MN; M must be a multiple of ROW_MULTIPLE[packing], x_MK contiguous float32."""
+
+
+def pack(weight_NK: Tensor, packing: Packing) -> Linear:
+    """Return the linear layer of `weight_NK`, which the caller may free afterwards."""
+    match packing:
+        case "fbgemm-fp16":
+            return _pack_fbgemm(weight_NK)
+        case "onednn-f32":
+            return _pack_onednn(weight_NK)
+        case "padded-f32":
+            weight = weight_NK.float().contiguous()
+            return lambda x_MK: F.linear(x_MK, weight)
+
+
+def _pack_fbgemm(weight_NK: Tensor) -> Linear:
+    packed = torch.ops.quantized.linear_prepack_fp16(weight_NK.float(), None)
+    apply = torch.ops.quantized.linear_dynamic_fp16
+    return lambda x_MK: apply(x_MK, packed)
+
+
+def _pack_onednn(weight_NK: Tensor) -> Linear:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.float(), REORDER_BATCH_HINT)
+    apply = torch.ops.mkldnn._linear_pointwise
+    return lambda x_MK: apply(x_MK, packed, None, "none", [], "")
+
+
+def is_available(packing: Packing) -> bool:
+    """Return whether this build of torch on this machine computes `packing`."""
+    weight = torch.eye(16)
+    rows = torch.ones(ROW_MULTIPLE[packing], 16)
+    try:
+        return torch.equal(pack(weight, packing)(rows), rows)
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
