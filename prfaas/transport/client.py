@@ -7,9 +7,11 @@ and pulls; only the prefill node must be reachable.
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
@@ -175,12 +177,22 @@ class FrameStream:
                 return frame
 
 
+async def _candidates(address: PeerAddress) -> list[tuple[int, tuple[Any, ...]]]:
+    """Return (family, socket address) pairs; a literal address needs no resolver and no thread."""
+    with contextlib.suppress(ValueError):
+        version = ipaddress.ip_address(address.host).version
+        family = socket.AF_INET if version == 4 else socket.AF_INET6
+        return [(family, (address.host, address.port))]
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    return [(family, target) for family, _, _, _, target in found]
+
+
 async def _connect(address: PeerAddress) -> socket.socket:
     loop = asyncio.get_running_loop()
-    candidates = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     failure: OSError | None = None
-    for family, kind, protocol, _, target in candidates:
-        sock = socket.socket(family, kind, protocol)
+    for family, target in await _candidates(address):
+        sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,237 @@
+"""Finds or makes the KV of a prompt before the engine continues from it: hit, peer, or both.
+
+After `fill`, the hold's table is all the engine needs: a remote prefill is a prefix hit that arrived
+late. A transfer that fails leaves what was published of it, and a fresh lookup finds that.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+from prfaas.cache.prefix import BlockTable, PrefixCache
+from prfaas.clock import Clock
+from prfaas.scheduler.router import FIRST_BACKOFF_S, Outcome, Route, Router, RouteRequest
+from prfaas.scheduler.view import LocalView
+from prfaas.server.engine_thread import EngineThread
+from prfaas.server.generation import RunningGeneration
+from prfaas.server.key_thread import KeyThread
+from prfaas.server.peer import Peer
+from prfaas.server.remote_prefill import RemoteAttempt, RemotePrefiller
+from prfaas.types import Request, RouteName
+
+
+class TableHold:
+    """One hold on a table, let go at the end of the `with` unless it was handed over."""
+
+    def __init__(self) -> None:
+        self._table: BlockTable | None = None
+
+    def __enter__(self) -> "TableHold":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._table is not None:
+            self._table.release()
+
+    @property
+    def table(self) -> BlockTable:
+        """The table that is held."""
+        assert self._table is not None, "nothing is held"
+        return self._table
+
+    def take(self, table: BlockTable) -> None:
+        """Hold `table` and let go of the one before."""
+        previous, self._table = self._table, table
+        if previous is not None:
+            previous.release()
+
+    def hand_over(self) -> BlockTable:
+        """Return the table; its hold is the caller's."""
+        table, self._table = self.table, None
+        return table
+
+
+def approximate_salt(salt: bytes, numerics_fingerprint: str) -> bytes:
+    """Return the salt under which KV of other numerics is kept: no exact key ever matches it."""
+    digest = hashlib.sha256(b"prfaas approximate\0")
+    digest.update(numerics_fingerprint.encode() + b"\0")
+    digest.update(salt)
+    return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """A prefix hit, and whether its KV has this node's own bits."""
+
+    table: BlockTable
+    is_exact: bool
+
+
+class PromptFiller:
+    """Fills prompts; with no peer, every prompt is the engine's."""
+
+    def __init__(
+        self,
+        *,
+        cache: PrefixCache,
+        keys: KeyThread,
+        engine: EngineThread,
+        router: Router,
+        clock: Clock,
+        peer: Peer | None,
+        prefiller: RemotePrefiller | None,
+    ) -> None:
+        self._cache = cache
+        self._keys = keys
+        self._engine = engine
+        self._router = router
+        self._clock = clock
+        self._peer = peer
+        self._prefiller = prefiller
+
+    async def fill(
+        self,
+        generation: RunningGeneration,
+        hold: TableHold,
+        *,
+        force_route: RouteName | None,
+        want_logits: bool,
+    ) -> None:
+        """Hold a table from which the engine can continue, or have the request answered already.
+
+        The record says which way it went, and why.
+        """
+        prefix = await self._look_up(generation.request)
+        hold.take(prefix.table)
+        record = generation.record
+        route = self._route(generation.request, prefix, force_route)
+        record.route, record.reason, record.peer = route.name, route.reason, route.peer
+        record.predicted_ttft_s = route.predicted_ttft_s
+        if route.name == "local":
+            self._count_hit(generation, prefix, num_remote=0)
+        else:
+            await self._fill_remotely(generation, hold, prefix, want_logits)
+
+    def _count_hit(
+        self, generation: RunningGeneration, prefix: _Prefix, *, num_remote: int
+    ) -> None:
+        record = generation.record
+        hit_tokens = prefix.table.hit_tokens
+        record.tokens_remote = num_remote
+        record.tokens_reused = hit_tokens - num_remote
+        record.tokens_local = record.prompt_tokens - hit_tokens
+        record.exact = record.exact and prefix.is_exact
+
+    async def _look_up(self, request: Request) -> _Prefix:
+        """Return the longer of the hits in this node's own KV and in an approximate peer's."""
+        exact = await self._look_up_exact(request)
+        peer = self._peer
+        if peer is None or peer.is_exact:
+            return exact
+        with TableHold() as hold:
+            hold.take(exact.table)
+            approximate = await self._look_up_approximate(request, peer)
+            if approximate.table.hit_tokens > exact.table.hit_tokens:
+                return approximate
+            approximate.table.release()
+            hold.hand_over()
+            return exact
+
+    async def _look_up_exact(self, request: Request) -> _Prefix:
+        keys = await self._keys.keys(request.prompt_tokens, request.cache_salt)
+        return _Prefix(self._cache.lookup(keys, len(request.prompt_tokens)), True)
+
+    async def _look_up_approximate(self, request: Request, peer: Peer) -> _Prefix:
+        salt = approximate_salt(request.cache_salt, peer.numerics_fingerprint)
+        keys = await self._keys.keys(request.prompt_tokens, salt)
+        return _Prefix(self._cache.lookup(keys, len(request.prompt_tokens)), False)
+
+    def _local_view(self) -> LocalView:
+        load = self._engine.load()
+        return LocalView(
+            num_waiting_tokens=load.num_waiting_tokens,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+        )
+
+    def _route(self, request: Request, prefix: _Prefix, force: RouteName | None) -> Route:
+        """Return where the prompt is prefilled; a remote route is in flight from here on."""
+        num_tokens, hit_tokens = len(request.prompt_tokens), prefix.table.hit_tokens
+        return self._router.route(
+            request.request_id,
+            RouteRequest(
+                num_tokens=num_tokens,
+                hit_tokens=hit_tokens,
+                num_kv_bytes=self._cache.layout.bytes_needed(num_tokens, hit_tokens),
+            ),
+            local=self._local_view(),
+            now_s=self._clock(),
+            force=force,
+        )
+
+    async def _fill_remotely(
+        self,
+        generation: RunningGeneration,
+        hold: TableHold,
+        prefix: _Prefix,
+        want_logits: bool,
+    ) -> None:
+        """Pull the prompt's KV from the peer; if that fails, hold what a fresh lookup finds."""
+        request = generation.request
+        attempt: RemoteAttempt | None = None
+        outcome: Outcome = "cancelled"
+        try:
+            attempt = await self._reserve(request, hold, prefix, want_logits)
+            if attempt is None:
+                outcome = "pool_full"
+            else:
+                assert self._prefiller is not None, "routed to a peer without one"
+                await self._prefiller.run(attempt, generation)
+                outcome = attempt.outcome
+        finally:
+            self._router.ended(
+                request.request_id,
+                outcome,
+                now_s=self._clock(),
+                rates=None if attempt is None else attempt.rates,
+                retry_after_s=FIRST_BACKOFF_S if attempt is None else attempt.retry_after_s,
+            )
+        if outcome not in ("completed", "cancelled"):
+            await self._fall_back(generation, hold, attempt, outcome)
+
+    async def _reserve(
+        self, request: Request, hold: TableHold, prefix: _Prefix, want_logits: bool
+    ) -> RemoteAttempt | None:
+        """Reserve pages for all of the prompt; None if the pool has no room for them."""
+        peer = self._peer
+        assert peer is not None, "routed to a peer without one"
+        if prefix.is_exact and not peer.is_exact:
+            prefix = await self._look_up_approximate(request, peer)
+            hold.take(prefix.table)
+        num_tokens = len(request.prompt_tokens)
+        if not prefix.table.try_reserve(num_tokens):
+            return None
+        uncached_tokens = num_tokens - prefix.table.hit_tokens
+        return RemoteAttempt(
+            request=request,
+            table=prefix.table,
+            is_exact=prefix.is_exact,
+            want_logits=want_logits,
+            local_estimate_s=self._local_view().ttft_s(num_tokens=uncached_tokens),
+        )
+
+    async def _fall_back(
+        self,
+        generation: RunningGeneration,
+        hold: TableHold,
+        attempt: RemoteAttempt | None,
+        outcome: Outcome,
+    ) -> None:
+        record = generation.record
+        record.route, record.reason = "local", outcome
+        if attempt is not None and attempt.detail:
+            record.reason = f"{outcome}: {attempt.detail}"
+        # The lookup comes before the old table is let go, so that what arrived stays pinned.
+        salvaged = await self._look_up(generation.request)
+        hold.take(salvaged.table)
+        base_tokens = salvaged.table.hit_tokens if attempt is None else attempt.base_tokens
+        num_remote = max(0, salvaged.table.hit_tokens - base_tokens)
+        self._count_hit(generation, salvaged, num_remote=num_remote)

@@ -1,0 +1,95 @@
+"""One running request as its client sees it: tokens from a peer and from here are one answer."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from prfaas.clock import Clock
+from prfaas.errors import PrfaasError
+from prfaas.types import Request, RequestRecord, TokenEvent
+
+
+class RunningGeneration:
+    """The events of one request and its record; the driver puts, the client iterates.
+
+    What was put is part of the answer for good: `drawn_tokens` is what a fallback continues from.
+    The buffer is bounded by what the request may draw, choices times max_tokens.
+    """
+
+    def __init__(self, request: Request, *, clock: Clock) -> None:
+        self.request = request
+        self.record = RequestRecord(
+            request_id=request.request_id, prompt_tokens=len(request.prompt_tokens)
+        )
+        self.first_logits: bytes | None = None
+        self.on_stop_choice: Callable[[int], None] | None = None
+        """Told of a choice that the client stops; set while the engine draws."""
+        self._clock = clock
+        self._arrival_s = request.arrival_s or clock()
+        self._drawn: list[list[int]] = [[] for _ in range(request.num_choices)]
+        self._open = set(range(request.num_choices))
+        self._stopped: set[int] = set()
+        self._events: asyncio.Queue[TokenEvent | PrfaasError | None] = asyncio.Queue()
+
+    @property
+    def is_answered(self) -> bool:
+        """Every choice has finished or was stopped."""
+        return not self._open
+
+    @property
+    def drawn_tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Per choice, what was drawn so far: never drawn again."""
+        return tuple(tuple(tokens) for tokens in self._drawn)
+
+    @property
+    def has_drawn(self) -> bool:
+        """Something was drawn: it must be continued, not repeated."""
+        return any(self._drawn)
+
+    @property
+    def stopped_choices(self) -> frozenset[int]:
+        """Choices that the client has stopped."""
+        return frozenset(self._stopped)
+
+    def put(self, event: TokenEvent) -> None:
+        """Pass a drawn token to the client; one of a choice that has ended is dropped."""
+        index = event.choice_index
+        if index not in self._open:
+            return
+        if self.record.ttft_s is None:
+            self.record.ttft_s = self._clock() - self._arrival_s
+        self._drawn[index].append(event.token_id)
+        self._events.put_nowait(event)
+        if event.finish_reason is not None:
+            self._end_choice(index)
+
+    def fail(self, error: PrfaasError) -> None:
+        """End the iteration with `error`, after what was put before."""
+        self._events.put_nowait(error)
+
+    def stop_choice(self, choice_index: int) -> None:
+        """End one choice early: none of its events that the client has not got follow."""
+        self._stopped.add(choice_index)
+        if choice_index in self._open:
+            if self.on_stop_choice is not None:
+                self.on_stop_choice(choice_index)
+            self._end_choice(choice_index)
+
+    def _end_choice(self, choice_index: int) -> None:
+        self._open.discard(choice_index)
+        if not self._open:
+            self._events.put_nowait(None)
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        """Yield events until every choice has ended; raises what `fail` was given."""
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[TokenEvent]:
+        while (event := await self._events.get()) is not None:
+            if isinstance(event, PrfaasError):
+                raise event
+            if event.choice_index in self._stopped:
+                continue
+            self.record.completion_tokens += 1
+            if event.finish_reason is not None:
+                self.record.finish_reasons[event.choice_index] = event.finish_reason
+            yield event

@@ -1,0 +1,30 @@
+"""How busy a node is, put together from its engine and its pool."""
+
+from collections.abc import Mapping
+
+from prfaas.cache.prefix import PrefixCache
+from prfaas.server.engine_thread import EngineThread
+from prfaas.server.node import NodeLoad
+
+
+def node_load(
+    engine: EngineThread,
+    cache: PrefixCache,
+    *,
+    num_transfers: int,
+    peers_usable: Mapping[str, bool] | None = None,
+) -> NodeLoad:
+    """Return one look at both; the page states add up to all pages."""
+    load, counts = engine.load(), cache.counts()
+    return NodeLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_transfers=num_transfers,
+        pages={
+            "free": counts.num_free,
+            "referenced": counts.num_referenced - counts.num_transfer,
+            "cached": counts.num_cached,
+            "transfer": counts.num_transfer,
+        },
+        peers_usable=peers_usable or {},
+    )

@@ -1,0 +1,242 @@
+"""The pd role: short prompts are prefilled here, long ones by the peer; decoding is always here.
+
+No request fails because a peer or a link did, and a token that the client has got is continued,
+never drawn again.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from prfaas.cache.prefix import PrefixCache
+from prfaas.clock import Clock
+from prfaas.config.options import Role
+from prfaas.engine.submission import FirstLogits, Submission
+from prfaas.errors import BadRequest, EngineError, PrfaasError
+from prfaas.log import get_logger
+from prfaas.scheduler.options import SchedulerOptions
+from prfaas.scheduler.router import Router
+from prfaas.server.engine_thread import EngineThread, StepEngine
+from prfaas.server.filling import PromptFiller, TableHold
+from prfaas.server.generation import RunningGeneration
+from prfaas.server.key_thread import KeyThread
+from prfaas.server.node import NodeLoad
+from prfaas.server.node_load import node_load
+from prfaas.server.peer import Peer
+from prfaas.server.remote_prefill import RemotePrefiller, TransferMetrics
+from prfaas.text.chat_template import ChatTemplate
+from prfaas.text.tokenizer import Tokenizer
+from prfaas.transport.client import parse_address
+from prfaas.transport.handshake import Identity
+from prfaas.transport.options import TransportOptions
+from prfaas.types import Request, RequestEnded, RouteName, TokenEvent
+
+CLEANUP_TIMEOUT_S = 5.0
+
+
+class PdNode:
+    """A node of the pd role."""
+
+    role: Role = "pd"
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        cache: PrefixCache,
+        engine: StepEngine,
+        options: TransportOptions,
+        scheduler: SchedulerOptions,
+        vocab_size: int,
+        max_context_tokens: int,
+        metrics: TransferMetrics,
+        clock: Clock,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.max_context_tokens = max_context_tokens
+        self.peer: Peer | None = None
+        self._identity = identity
+        self._cache = cache
+        self._engine = EngineThread(engine, clock=clock, name="pd-engine")
+        self._options = options
+        self._vocab_size = vocab_size
+        self._metrics = metrics
+        self._clock = clock
+        self._keys = KeyThread(cache.block_keys)
+        self._address = None if options.peer is None else parse_address(options.peer)
+        self._router = Router(
+            peers=() if self._address is None else (str(self._address),), options=scheduler
+        )
+        self._tasks: asyncio.TaskGroup | None = None
+        self._filler: PromptFiller | None = None
+        self._peer_task: asyncio.Task[None] | None = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._drivers: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------ a node's life
+
+    @property
+    def identity(self) -> Identity:
+        """What a peer must share with this node."""
+        return self._identity
+
+    @property
+    def is_ready(self) -> tuple[bool, str]:
+        """(False, why) while the engine cannot serve; a missing peer is no reason."""
+        return self._engine.is_ready
+
+    def load(self) -> NodeLoad:
+        """Return how busy the node is."""
+        peer = self.peer
+        return node_load(
+            self._engine,
+            self._cache,
+            num_transfers=0 if peer is None else self._router.peer(peer.name).num_inflight,
+            peers_usable={} if peer is None else {peer.name: peer.is_usable},
+        )
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Start the engine thread and the handshakes; every task is put into `tasks`."""
+        self._tasks = tasks
+        self._engine.start()
+        prefiller = None
+        if self._address is not None:
+            self.peer = Peer(
+                self._address,
+                options=self._options,
+                identity=self._identity,
+                router=self._router,
+                clock=self._clock,
+            )
+            self._peer_task = self._spawn(self.peer.run())
+            prefiller = RemotePrefiller(
+                peer=self.peer,
+                identity=self._identity,
+                layout=self._cache.layout,
+                vocab_size=self._vocab_size,
+                options=self._options,
+                metrics=self._metrics,
+                clock=self._clock,
+                spawn=self._spawn,
+            )
+        self._filler = PromptFiller(
+            cache=self._cache,
+            keys=self._keys,
+            engine=self._engine,
+            router=self._router,
+            clock=self._clock,
+            peer=self.peer,
+            prefiller=prefiller,
+        )
+
+    def drain(self) -> None:
+        """Do nothing: this node takes no work from peers."""
+
+    async def close(self) -> None:
+        """Abort what still runs and end every task and thread. Idempotent."""
+        for task in self._drivers:
+            task.cancel()
+        if self._peer_task is not None:
+            self._peer_task.cancel()
+        while self._running:  # a cancelled request may still tell the peer so
+            await asyncio.wait(set(self._running))
+        await self._engine.stop()
+        self._keys.close()
+        if self.peer is not None:
+            await self.peer.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        assert self._tasks is not None, "not started"
+        task = self._tasks.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    # ------------------------------------------------------------ a request's life
+
+    @contextlib.asynccontextmanager
+    async def generate(
+        self,
+        request: Request,
+        *,
+        force_route: RouteName | None = None,
+        return_logits: bool = False,
+    ) -> AsyncIterator[RunningGeneration]:
+        """Run `request`; leaving the block, for whatever reason, aborts it everywhere.
+
+        The prompt's and the answer's pages are let go before the block is left, except for those
+        that the engine has in hand: within a step.
+        """
+        generation = RunningGeneration(request, clock=self._clock)
+        driver = self._spawn(self._drive(generation, force_route, return_logits))
+        self._drivers.add(driver)
+        driver.add_done_callback(self._drivers.discard)
+        try:
+            yield generation
+        finally:
+            driver.cancel()
+            await asyncio.wait({driver}, timeout=CLEANUP_TIMEOUT_S)
+
+    async def _drive(
+        self, generation: RunningGeneration, force_route: RouteName | None, return_logits: bool
+    ) -> None:
+        try:
+            self._check(generation.request)
+            assert self._filler is not None, "not started"
+            with TableHold() as hold:
+                await self._filler.fill(
+                    generation, hold, force_route=force_route, want_logits=return_logits
+                )
+                if not generation.is_answered:
+                    await self._decode(generation, hold, return_logits)
+        except PrfaasError as error:
+            generation.fail(error)
+        except Exception:  # noqa: BLE001  # one request's bug must not end the node
+            get_logger().exception("request.crashed", request_id=generation.request.request_id)
+            generation.fail(EngineError("internal error"))
+
+    def _check(self, request: Request) -> None:
+        num_tokens = len(request.prompt_tokens)
+        if num_tokens >= self.max_context_tokens:
+            raise BadRequest(
+                f"the prompt has {num_tokens} tokens; the context is "
+                f"{self.max_context_tokens} tokens with at least one for the answer",
+                code="context_length_exceeded",
+            )
+        if not num_tokens:
+            raise BadRequest("the prompt is empty")
+
+    async def _decode(
+        self, generation: RunningGeneration, hold: TableHold, return_logits: bool
+    ) -> None:
+        """Continue behind the table with the engine, from what was drawn already."""
+        request_id = generation.request.request_id
+        stream = self._engine.submit(
+            Submission(
+                request=generation.request,
+                table=hold.hand_over(),
+                forced_tokens=generation.drawn_tokens if generation.has_drawn else (),
+                return_logits=return_logits and generation.first_logits is None,
+            )
+        )
+        generation.on_stop_choice = lambda choice: self._engine.stop_choice(request_id, choice)
+        try:
+            for choice in generation.stopped_choices:
+                self._engine.stop_choice(request_id, choice)
+            async for event in stream:
+                match event:
+                    case TokenEvent():
+                        generation.put(event)
+                    case FirstLogits():
+                        generation.first_logits = event.logits
+                    case RequestEnded():
+                        break
+        finally:
+            generation.on_stop_choice = None
+            self._engine.abort(request_id)
+        if not generation.is_answered:
+            raise EngineError("the request was aborted")

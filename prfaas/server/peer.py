@@ -1,0 +1,121 @@
+"""The pd node's view of its prefill peer, kept fresh by handshakes in the background.
+
+The router holds what they find; here is the loop, and one log line a state change, never one a
+request.
+"""
+
+import asyncio
+from typing import Literal
+
+from prfaas.clock import Clock
+from prfaas.errors import IncompatiblePeer, Overloaded, TransferError
+from prfaas.log import get_logger
+from prfaas.scheduler.router import Router
+from prfaas.transport.client import PeerAddress, PeerClient
+from prfaas.transport.handshake import Identity, check_compatible
+from prfaas.transport.messages import PeerStatus
+from prfaas.transport.options import TransportOptions
+
+PeerState = Literal["unknown", "up", "down", "not_ready", "incompatible"]
+
+REFRESH_S = 2.0
+FIRST_BACKOFF_S = 0.25
+MAX_BACKOFF_S = 5.0
+
+
+class Peer:
+    """One prefill node: who it is, and whether prefills may go there."""
+
+    def __init__(
+        self,
+        address: PeerAddress,
+        *,
+        options: TransportOptions,
+        identity: Identity,
+        router: Router,
+        clock: Clock,
+    ) -> None:
+        self.name = str(address)
+        self.client = PeerClient(address, options)
+        self.state: PeerState = "unknown"
+        self.detail = "no handshake yet"
+        self.is_exact = True
+        """Its KV has our bits; False only with accept_numerics approximate."""
+        self.numerics_fingerprint = identity.numerics_fingerprint
+        """Of the last handshake that fitted; ours before it."""
+        self._identity = identity
+        self._accept_approximate = options.accept_numerics == "approximate"
+        self._router = router
+        self._clock = clock
+        self._doubted = asyncio.Event()
+        self._settled = asyncio.Event()
+
+    @property
+    def is_usable(self) -> bool:
+        """A long prompt could be sent there now."""
+        return self._router.is_usable(self.name, self._clock())
+
+    def doubt(self) -> None:
+        """Shake hands at once: a transfer found something wrong."""
+        self._doubted.set()
+
+    async def settled(self) -> None:
+        """Return once the first handshake has succeeded or failed."""
+        await self._settled.wait()
+
+    async def run(self) -> None:
+        """Shake hands until cancelled: often while the peer fails, now and then while it works."""
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            await self._shake_hands()
+            self._settled.set()
+            if self.state == "up":
+                backoff_s, pause_s = FIRST_BACKOFF_S, REFRESH_S
+            else:
+                backoff_s, pause_s = min(2 * backoff_s, MAX_BACKOFF_S), backoff_s
+            self._doubted.clear()
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._doubted.wait()
+            except TimeoutError:
+                continue
+
+    async def close(self) -> None:
+        """Close the connections to the peer."""
+        await self.client.close()
+
+    async def _shake_hands(self) -> None:
+        try:
+            status = await self.client.handshake(self._identity)
+            is_exact = check_compatible(
+                self._identity, status.identity, accept_approximate=self._accept_approximate
+            )
+        except IncompatiblePeer as error:
+            self._router.incompatible(self.name, now_s=self._clock())
+            self._enter("incompatible", str(error))
+        except (TransferError, Overloaded) as error:
+            self._router.unreachable(self.name, now_s=self._clock())
+            self._enter("down", str(error))
+        else:
+            self._meet(status, is_exact=is_exact)
+
+    def _meet(self, status: PeerStatus, *, is_exact: bool) -> None:
+        self.is_exact = is_exact
+        self.numerics_fingerprint = status.identity.numerics_fingerprint
+        self._router.heard(
+            self.name,
+            now_s=self._clock(),
+            is_ready=status.is_ready,
+            num_queue_tokens=status.num_waiting_tokens,
+            prefill_tokens_per_s=status.prefill_tokens_per_s,
+        )
+        self._enter("up" if status.is_ready else "not_ready", status.reason)
+
+    def _enter(self, state: PeerState, detail: str) -> None:
+        if state != self.state:
+            log = get_logger()
+            if state == "up":
+                log.info("peer.up", peer=self.name, is_exact=self.is_exact)
+            else:
+                log.warning("peer.lost", peer=self.name, state=state, detail=detail)
+        self.state, self.detail = state, detail

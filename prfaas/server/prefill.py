@@ -1,0 +1,240 @@
+"""The prefill role: computes prompts for its peers and streams their KV out as it is made.
+
+`open` reserves pages for everything that a transfer must hold and queues the prompt; pages of the
+prefix hit go out at once, the others layer by layer as the engine writes them; the first tokens
+overtake them; END follows the last page; the pages stay until the receiver's ACK. Whatever ends a
+transfer early, the prompt is aborted within a step and every page let go.
+"""
+
+import asyncio
+from dataclasses import replace
+from typing import Literal, Protocol
+
+from aiohttp import web
+
+from prfaas.cache.prefix import BlockTable, PrefixCache
+from prfaas.clock import Clock
+from prfaas.config.options import Role
+from prfaas.engine.submission import Submission
+from prfaas.errors import BadRequest, EngineError, Overloaded
+from prfaas.log import get_logger
+from prfaas.server.engine_thread import EngineStream, EngineThread, StepEngine
+from prfaas.server.key_thread import KeyThread
+from prfaas.server.node import NodeLoad
+from prfaas.server.node_load import node_load
+from prfaas.server.prefill_job import PrefillJob
+from prfaas.transport.handshake import Identity, check_compatible
+from prfaas.transport.messages import PeerStatus, TransferAccepted, TransferRequest
+from prfaas.transport.options import TransportOptions
+from prfaas.transport.outgoing import OutgoingTransfer
+from prfaas.transport.server import routes
+
+
+class TransferMetrics(Protocol):
+    """Where both roles count what moves; `metrics.Metrics` is one."""
+
+    def transfer_bytes(self, direction: Literal["received", "sent"], num_bytes: int) -> None:
+        """Count KV bytes as they move."""
+        ...
+
+    def transfer_finished(self, direction: Literal["received", "sent"], outcome: str) -> None:
+        """Count a transfer that ended."""
+        ...
+
+
+class PrefillNode:
+    """A node of the prefill role; also the TransferService behind its routes."""
+
+    role: Role = "prefill"
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        cache: PrefixCache,
+        engine: StepEngine,
+        options: TransportOptions,
+        vocab_size: int,
+        max_context_tokens: int,
+        metrics: TransferMetrics,
+        clock: Clock,
+    ) -> None:
+        self._identity = identity
+        self._cache = cache
+        self._engine = EngineThread(engine, clock=clock, name="prefill-engine")
+        self._options = options
+        self._vocab_size = vocab_size
+        self._max_context_tokens = max_context_tokens
+        self._metrics = metrics
+        self._keys = KeyThread(cache.block_keys)
+        self._transfers: dict[str, OutgoingTransfer | None] = {}
+        """None while its prompt is being looked up."""
+        self._cancelled: set[str] = set()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._is_draining = False
+
+    # ------------------------------------------------------------ a node's life
+
+    @property
+    def identity(self) -> Identity:
+        """What a peer must share with this node."""
+        return self._identity
+
+    @property
+    def is_ready(self) -> tuple[bool, str]:
+        """(False, why) while prompts cannot be computed or are not taken."""
+        if self._is_draining:
+            return False, "draining"
+        return self._engine.is_ready
+
+    def load(self) -> NodeLoad:
+        """Return how busy the node is."""
+        return node_load(self._engine, self._cache, num_transfers=len(self._transfers))
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes of the KV channel."""
+        return routes(self, lease_s=self._options.lease_s)
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Start the engine thread; transfers run in `tasks`."""
+        self._tasks = tasks
+        self._engine.start()
+
+    def drain(self) -> None:
+        """Take no new prompts; running transfers go on."""
+        self._is_draining = True
+
+    async def close(self) -> None:
+        """End all transfers and both threads. Idempotent."""
+        self._is_draining = True
+        for transfer in self._transfers.values():
+            if transfer is not None:
+                transfer.close("stopped")
+        if self._running:
+            await asyncio.wait(self._running)
+        await self._engine.stop()
+        self._keys.close()
+
+    # ------------------------------------------------------------ what the routes ask
+
+    def status(self) -> PeerStatus:
+        """Return who this node is and how busy."""
+        is_ready, reason = self.is_ready
+        load = self._engine.load()
+        return PeerStatus(
+            identity=self._identity,
+            is_ready=is_ready,
+            reason=reason,
+            num_waiting_tokens=load.num_waiting_tokens,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+        )
+
+    def transfer(self, transfer_id: str) -> OutgoingTransfer | None:
+        """Return a transfer that can be streamed, or None."""
+        return self._transfers.get(transfer_id)
+
+    def cancel(self, transfer_id: str) -> bool:
+        """End a transfer, even one whose prompt is still being looked up; False if unknown."""
+        if transfer_id not in self._transfers:
+            return False
+        transfer = self._transfers[transfer_id]
+        if transfer is None:
+            self._cancelled.add(transfer_id)
+        else:
+            transfer.close("cancelled")
+        return True
+
+    def count_sent(self, num_bytes: int) -> None:
+        """Count page bytes that went out."""
+        self._metrics.transfer_bytes("sent", num_bytes)
+
+    async def open(self, asked: TransferRequest) -> TransferAccepted:
+        """Reserve pages for all of it and queue the prompt; see TransferService."""
+        self._check(asked)
+        transfer_id = asked.transfer_id
+        self._transfers[transfer_id] = None
+        try:
+            table = await self._reserve(asked)
+            job = self._start_job(asked, table)
+            self._transfers[transfer_id] = job.transfer
+        finally:
+            if self._transfers[transfer_id] is None:
+                del self._transfers[transfer_id]
+            self._cancelled.discard(transfer_id)
+        return TransferAccepted(hit_tokens=table.hit_tokens)
+
+    def _check(self, asked: TransferRequest) -> None:
+        check_compatible(
+            self._identity, asked.identity, accept_approximate=asked.accept_approximate
+        )
+        is_ready, reason = self.is_ready
+        if not is_ready:
+            raise Overloaded(reason)
+        if len(self._transfers) >= self._options.max_transfers:
+            raise Overloaded(f"{len(self._transfers)} transfers in flight, limit is as many")
+        if asked.transfer_id in self._transfers:
+            raise BadRequest(f"transfer {asked.transfer_id} exists")
+        prompt = asked.request.prompt_tokens
+        if asked.have_tokens % self._identity.block_tokens:
+            raise BadRequest(f"have_tokens = {asked.have_tokens} is not a whole number of blocks")
+        if len(prompt) >= self._max_context_tokens:
+            raise BadRequest(f"{len(prompt)} prompt tokens, limit {self._max_context_tokens - 1}")
+        if max(prompt) >= self._vocab_size:
+            raise BadRequest(f"token id {max(prompt)}, vocabulary of {self._vocab_size}")
+
+    async def _reserve(self, asked: TransferRequest) -> BlockTable:
+        request = asked.request
+        num_tokens = len(request.prompt_tokens)
+        keys = await self._keys.keys(request.prompt_tokens, request.cache_salt)
+        if asked.transfer_id in self._cancelled:
+            raise Overloaded("cancelled")
+        table = self._cache.lookup(keys, num_tokens)
+        if not table.try_reserve(num_tokens):
+            table.release()
+            raise Overloaded(f"no free pages for a prompt of {num_tokens} tokens")
+        return table
+
+    def _start_job(self, asked: TransferRequest, table: BlockTable) -> PrefillJob:
+        """Queue the prompt; the engine and the job each take a hold on the table."""
+        assert self._tasks is not None, "open before start"
+        job = PrefillJob(
+            asked=asked,
+            table=table,
+            layout=self._cache.layout,
+            num_ahead=self._engine.load().num_waiting_tokens,
+        )
+        table.retain()
+        try:
+            stream = self._engine.submit(
+                Submission(
+                    request=replace(asked.request, request_id=asked.transfer_id),
+                    table=table,
+                    sink=job,
+                    prefill_only=True,
+                    return_logits=asked.want_logits,
+                )
+            )
+        except EngineError as error:
+            table.release()
+            raise Overloaded(str(error)) from error
+        task = self._tasks.create_task(self._run(job, stream))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return job
+
+    async def _run(self, job: PrefillJob, stream: EngineStream) -> None:
+        transfer = job.transfer
+        try:
+            await job.run(stream, self._engine, lease_s=self._options.lease_s)
+        finally:
+            del self._transfers[transfer.transfer_id]
+            outcome = transfer.outcome or "stopped"
+            self._metrics.transfer_finished("sent", outcome)
+            get_logger().info(
+                "transfer.sent",
+                transfer_id=transfer.transfer_id,
+                outcome=outcome,
+                num_pages=transfer.num_pages_sent,
+                num_bytes=transfer.num_page_bytes_sent,
+            )

@@ -1,0 +1,162 @@
+"""One prompt that the prefill role computes for a peer, from the first page to the receiver's ACK."""
+
+import asyncio
+from collections import deque
+
+from prfaas.cache.prefix import BlockTable
+from prfaas.cache.spec import CacheLayout, bytes_of_block, missing_blocks
+from prfaas.engine.submission import FirstLogits
+from prfaas.errors import EngineError, PrfaasError
+from prfaas.server.engine_thread import EngineStream, EngineThread
+from prfaas.transport.messages import TransferRequest, encode_first_tokens
+from prfaas.transport.outgoing import OutgoingTransfer, PagePlace
+from prfaas.transport.wire import FrameType, encode_frame, encode_progress
+from prfaas.types import RequestEnded, TokenEvent
+
+PROGRESS_INTERVAL_S = 0.5
+
+
+def places_to_send(layout: CacheLayout, num_tokens: int, have_tokens: int) -> list[PagePlace]:
+    """Return every page that a receiver lacks who holds a prefix hit of `have_tokens`.
+
+    Both sides compute this list; what a hit pins at the receiver does not travel.
+    """
+    block_tokens = layout.block_tokens
+    return [
+        PagePlace(
+            group=group,
+            layer=layer,
+            block=block,
+            num_tokens=min(block_tokens, num_tokens - block * block_tokens),
+        )
+        for group, spec in enumerate(layout.groups)
+        for block in missing_blocks(spec, num_tokens, have_tokens, block_tokens)
+        for layer in range(len(spec.layers))
+    ]
+
+
+class PrefillJob:
+    """Feeds one transfer: with the pages of the prefix hit, then with what the engine makes.
+
+    It is the prompt's PageSink: `page_ready` and `progress` run on the engine's thread, everything
+    else on the loop. The pages live in `table`, of which the job has one hold until `run` ends.
+    """
+
+    def __init__(
+        self, *, asked: TransferRequest, table: BlockTable, layout: CacheLayout, num_ahead: int
+    ) -> None:
+        self.transfer = OutgoingTransfer(transfer_id=asked.transfer_id, page_view=self._page_view)
+        self._asked = asked
+        self._table = table
+        self._layout = layout
+        self._num_ahead = num_ahead
+        self._tokens_done = table.hit_tokens
+        self._loop = asyncio.get_running_loop()
+        num_tokens = len(asked.request.prompt_tokens)
+        self._unsent = set(places_to_send(layout, num_tokens, asked.have_tokens))
+        self._ready: deque[PagePlace] = deque()
+        self._is_waking = False
+        self._queue_hit()
+
+    def _queue_hit(self) -> None:
+        hit_blocks = self._table.hit_tokens // self._layout.block_tokens
+        for place in sorted(self._unsent, key=lambda p: (p.block, p.group, p.layer)):
+            if place.block < hit_blocks:
+                self._queue(place)
+
+    def _queue(self, place: PagePlace) -> None:
+        # A preempted prompt is computed again, and its pages come again: once is enough.
+        if place in self._unsent:
+            self._unsent.remove(place)
+            self.transfer.put_page(place)
+
+    def _page_view(self, place: PagePlace) -> memoryview:
+        pages = self._table.pages(place.group, place.block)
+        assert pages is not None, f"{place} was let go before it was sent"
+        spec = self._layout.groups[place.group]
+        num_bytes = bytes_of_block(spec, place.num_tokens, self._layout.block_tokens)
+        return self._table.view(pages[place.layer])[:num_bytes]
+
+    # ------------------------------------------------------------ on the engine's thread
+
+    def page_ready(self, group: int, layer: int, block: int, num_tokens: int, page: int) -> None:
+        """Take a written page by its place; it is looked up again when its turn comes."""
+        _, index = self._layout.group_of_layer(layer)
+        self._ready.append(PagePlace(group=group, layer=index, block=block, num_tokens=num_tokens))
+        if not self._is_waking:
+            self._is_waking = True
+            self._loop.call_soon_threadsafe(self._take_ready)
+
+    def progress(self, num_tokens: int) -> None:
+        """Take note how far the prompt is."""
+        self._tokens_done = num_tokens
+
+    # ------------------------------------------------------------ on the loop
+
+    def _take_ready(self) -> None:
+        self._is_waking = False  # first, so that a page that comes meanwhile wakes us again
+        while self._ready:
+            self._queue(self._ready.popleft())
+
+    async def run(self, stream: EngineStream, engine: EngineThread, *, lease_s: float) -> None:
+        """Run the transfer to its end; then the prompt is aborted and the table's hold released."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                work = [
+                    tasks.create_task(self._produce(stream)),
+                    tasks.create_task(self._report_progress(engine)),
+                ]
+                await self._await_receiver(lease_s)
+                await self.transfer.detached()
+                for task in work:
+                    task.cancel()
+        finally:
+            self.transfer.close("stopped")
+            engine.abort(stream.request_id)
+            self._table.release()
+
+    async def _await_receiver(self, lease_s: float) -> None:
+        try:
+            async with asyncio.timeout(lease_s):
+                await self.transfer.attached()
+        except TimeoutError:
+            self.transfer.close("expired")
+
+    async def _produce(self, stream: EngineStream) -> None:
+        """Pass on what the engine draws, then the end; a failure becomes an ERROR frame."""
+        first_tokens: list[TokenEvent] = []
+        num_choices = self._asked.request.num_choices
+        try:
+            async for event in stream:
+                match event:
+                    case TokenEvent():
+                        first_tokens.append(event)
+                        if len(first_tokens) == num_choices:
+                            first_tokens.sort(key=lambda token: token.choice_index)
+                            payload = encode_first_tokens(first_tokens)
+                            self.transfer.put_urgent(encode_frame(FrameType.FIRST_TOKENS, payload))
+                    case FirstLogits():
+                        self.transfer.put_urgent(encode_frame(FrameType.LOGITS, event.logits))
+                    case RequestEnded():
+                        self._finish(event)
+        except PrfaasError as error:
+            self.transfer.fail(str(error))
+
+    def _finish(self, ended: RequestEnded) -> None:
+        self._take_ready()
+        if self._unsent:
+            raise EngineError(f"the engine ended without {len(self._unsent)} pages of the prompt")
+        self.transfer.finish(tokens_computed=ended.num_tokens_computed)
+
+    async def _report_progress(self, engine: EngineThread) -> None:
+        """Send PROGRESS now and then, but only when the engine has really done something since."""
+        seen = engine.num_layers_run
+        while True:
+            await asyncio.sleep(PROGRESS_INTERVAL_S)
+            if engine.num_layers_run == seen:
+                continue
+            seen = engine.num_layers_run
+            is_queued = self._tokens_done == self._table.hit_tokens
+            self._num_ahead = min(self._num_ahead, engine.load().num_waiting_tokens)
+            ahead = self._num_ahead if is_queued else 0
+            self.transfer.put_urgent(encode_progress(self._tokens_done, ahead))

@@ -1,0 +1,83 @@
+"""One transfer as its receiver sees it: pages land in a table and are published when whole.
+
+What was published stays when the transfer dies: a fresh lookup finds it, and that is the fallback.
+"""
+
+from prfaas.cache.prefix import BlockTable
+from prfaas.cache.spec import CacheLayout, bytes_of_block, missing_blocks
+from prfaas.errors import ProtocolError
+from prfaas.transport.messages import TransferTotals
+from prfaas.transport.wire import Frame, FrameHeader
+
+
+class Pull:
+    """Places the pages of one transfer; the table has everything reserved, and one hold is ours."""
+
+    def __init__(
+        self, *, layout: CacheLayout, table: BlockTable, num_tokens: int, have_tokens: int
+    ) -> None:
+        self.num_pages = 0
+        self.num_page_bytes = 0
+        """Verified bytes."""
+        self._layout = layout
+        self._table = table
+        self._num_tokens = num_tokens
+        self._have_tokens = have_tokens
+        self._open: dict[tuple[int, int], set[int]] = {
+            (group, block): set(range(len(spec.layers)))
+            for group, spec in enumerate(layout.groups)
+            for block in missing_blocks(spec, num_tokens, have_tokens, layout.block_tokens)
+        }
+        """Layers not yet verified of each (group, block) not yet whole."""
+        self._whole: set[tuple[int, int]] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Every page that was asked for is verified."""
+        return not self._open
+
+    def resolve(self, header: FrameHeader) -> memoryview | None:
+        """Return where a page goes, None for one that was verified before; see wire.Resolve."""
+        place = (header.group, header.block)
+        if place not in self._open and place not in self._whole:
+            raise ProtocolError(
+                f"page of group {header.group} block {header.block} was not asked for"
+            )
+        spec = self._layout.groups[header.group]
+        if header.layer >= len(spec.layers):
+            raise ProtocolError(f"layer {header.layer} of {len(spec.layers)} in {spec.name}")
+        block_tokens = self._layout.block_tokens
+        num_tokens = min(block_tokens, self._num_tokens - header.block * block_tokens)
+        if header.num_tokens != num_tokens:
+            raise ProtocolError(f"page of {header.num_tokens} tokens, expected {num_tokens}")
+        if header.layer not in self._open.get(place, ()):
+            return None
+        pages = self._table.pages(header.group, header.block)
+        assert pages is not None, "a reserved block is gone"
+        num_bytes = bytes_of_block(spec, num_tokens, block_tokens)
+        return self._table.view(pages[header.layer])[:num_bytes]
+
+    def verified(self, frame: Frame) -> None:
+        """Take note of a verified page; a block whose last layer it was is published."""
+        header = frame.header
+        self.num_pages += 1
+        self.num_page_bytes += header.length
+        if not frame.is_placed:
+            return
+        place = (header.group, header.block)
+        self._open[place].remove(header.layer)
+        if not self._open[place]:
+            del self._open[place]
+            self._whole.add(place)
+            self._table.commit(*place)
+
+    def finish(self, totals: TransferTotals) -> None:
+        """Make the table exact at the prompt's end, or raise ProtocolError if something is missing."""
+        if self._open:
+            raise ProtocolError(f"the transfer ended without {len(self._open)} blocks")
+        if (totals.num_pages, totals.num_page_bytes) != (self.num_pages, self.num_page_bytes):
+            raise ProtocolError(
+                f"{self.num_pages} pages of {self.num_page_bytes} bytes came, the sender says "
+                f"{totals.num_pages} pages of {totals.num_page_bytes} bytes"
+            )
+        self._table.set_num_tokens(self._num_tokens)
