@@ -1,14 +1,18 @@
 """One accepted HTTP connection: aiohttp's, with a deadline for heads and errors as JSON."""
 
 import asyncio
+from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from aiohttp.web_request import BaseRequest
 
+from prfaas.log import get_logger
 from prfaas.server.failures import json_error
 from prfaas.server.openai.answers import error_body
+
+log = get_logger()
 
 
 class Connection(web.RequestHandler):
@@ -72,7 +76,11 @@ class Connection(web.RequestHandler):
         """
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun already")
-        what = "internal error" if status >= 500 else "the request is not valid HTTP"
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            log.error("request.crashed", exc_info=exc)
+            what = "internal error"
+        else:
+            what = "the request is not valid HTTP"
         response = json_error(error_body(what, status=status), status=status)
         response.force_close()
         return response

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from prfaas.errors import PrfaasError
 from prfaas.server.failures import first_leaf
 from prfaas.server.node import Generation, ServingNode
 from prfaas.types import Request, TokenEvent
@@ -12,7 +11,7 @@ from prfaas.types import Request, TokenEvent
 MAX_QUEUED = 64
 """Events between the engine and the client; full makes the engine's own queue fill."""
 
-Item = tuple[int, TokenEvent | PrfaasError | None]
+Item = tuple[int, TokenEvent | Exception | None]
 """(prompt index, event); an error ends all, None ends one."""
 
 
@@ -32,7 +31,7 @@ class MergedGenerations:
         """
         while self._num_open:
             index, event = await self._queue.get()
-            if isinstance(event, PrfaasError):
+            if isinstance(event, Exception):
                 raise event
             if event is not None:
                 return index, event
@@ -46,7 +45,7 @@ class MergedGenerations:
                 self.generations[index] = generation
                 async for event in generation:
                     await self._queue.put((index, event))
-        except PrfaasError as error:
+        except Exception as error:  # noqa: BLE001  raised by `next`, in the answer's own task
             await self._queue.put((index, error))
         else:
             await self._queue.put((index, None))

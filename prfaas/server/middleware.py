@@ -17,7 +17,7 @@ from prfaas.server.metrics import OTHER, Metrics
 from prfaas.server.openai.answers import error_body
 from prfaas.server.openai.fields import shown
 
-REQUEST_ID = "request_id"
+REQUEST_ID = web.RequestKey("request_id", str)
 """Key of a request's own id in `web.Request`."""
 PUBLIC_PATHS = frozenset({"/health", "/ready"})
 """Served without a key: an orchestrator's probes."""

@@ -1,0 +1,78 @@
+import asyncio
+import json
+import socket
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from prfaas.server.sse import ClientStalled, EventStream
+
+
+async def serve(handler) -> tuple[web.AppRunner, int]:
+    app = web.Application()
+    app.router.add_get("/", handler)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    return runner, runner.addresses[0][1]
+
+
+async def test_events_are_framed_one_line_each_and_end_with_done():
+    begun: list[bool] = []
+
+    async def handler(request):
+        stream = EventStream(request, write_timeout_s=5)
+        begun.append(stream.is_begun)
+        await stream.send({"text": "line\nbreak \u2028 é"})
+        begun.append(stream.is_begun)
+        await stream.comment()
+        await stream.send({"n": 1})
+        await stream.end()
+        return stream.response
+
+    runner, port = await serve(handler)
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/") as got:
+        data = await got.read()
+    await runner.cleanup()
+    assert begun == [False, True]
+    assert got.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    assert got.headers["Cache-Control"] == "no-cache"
+    first, comment, second, done, end = data.split(b"\n\n")
+    assert json.loads(first.removeprefix(b"data: ")) == {"text": "line\nbreak \u2028 é"}
+    assert b"\n" not in first
+    assert (comment, second, done, end) == (b": waiting", b'data: {"n":1}', b"data: [DONE]", b"")
+
+
+async def test_a_number_that_json_lacks_is_never_sent():
+    async def handler(request):
+        stream = EventStream(request, write_timeout_s=5)
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            await stream.send({"logprob": float("-inf")})
+        return web.Response(text="refused")
+
+    runner, port = await serve(handler)
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/") as got:
+        assert await got.text() == "refused"
+    await runner.cleanup()
+
+
+async def test_a_client_that_reads_nothing_is_cut_off():
+    stalled = asyncio.Event()
+
+    async def handler(request):
+        stream = EventStream(request, write_timeout_s=0.05)
+        try:
+            while True:
+                await stream.send({"text": "x" * 1_000_000})
+        except ClientStalled:
+            stalled.set()
+        return stream.response
+
+    runner, port = await serve(handler)
+    client = socket.create_connection(("127.0.0.1", port))
+    client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await stalled.wait()
+    await runner.cleanup()
+    client.close()
