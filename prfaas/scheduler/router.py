@@ -251,7 +251,7 @@ class Router:
             num_queue_tokens=max(0, num_queue_tokens),
             num_silences=0,
             reported_tokens_per_s=known_rate(prefill_tokens_per_s),
-            retry_at_s=_later(old, now_s) if state == "down" else old.retry_at_s,
+            retry_at_s=old.retry_at_s if is_ready else _later(old, now_s),
         )
 
     def unreachable(self, peer: str, *, now_s: float) -> None:

@@ -1,0 +1,191 @@
+"""Verdicts on transfers that are played at a known pace."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.scheduler.monitor import GRACE_S, IDLE_FACTOR, TransferMonitor, TransferRates
+
+STALL_S = 2.0
+
+
+def make(**changes: object) -> TransferMonitor:
+    values: dict[str, object] = {
+        "started_s": 100.0,
+        "num_tokens": 1000,
+        "tokens_done": 0,
+        "num_kv_bytes": 10_000,
+        "num_streamed_bytes": 10_000,
+        "local_estimate_s": 4.0,
+        "stall_timeout_s": STALL_S,
+    }
+    return TransferMonitor(**(values | changes))  # type: ignore[arg-type]
+
+
+def feed(
+    monitor: TransferMonitor, now_s: float, tokens: int, num_bytes: int, ahead: int = 0
+) -> None:
+    monitor.progressed(now_s=now_s, num_bytes=num_bytes, tokens_done=tokens, tokens_ahead=ahead)
+
+
+def test_no_verified_frame_for_the_stall_timeout_is_stuck():
+    monitor = make()
+    assert monitor.verdict(101.99) == "wait"
+    assert monitor.verdict(102.0) == "stuck"
+    feed(monitor, 101.9, 0, 64)
+    assert monitor.verdict(103.8) == "wait"
+    assert monitor.verdict(103.9) == "stuck"
+
+
+def test_a_peer_that_lives_but_moves_nothing_is_stuck_in_the_end():
+    monitor = make(local_estimate_s=None)
+    limit_s = 100.0 + IDLE_FACTOR * STALL_S
+    now_s = 100.0
+    while now_s < limit_s - 1:
+        now_s += 1
+        feed(monitor, now_s, 0, 0)
+        assert monitor.verdict(now_s) == "wait"
+    feed(monitor, limit_s, 0, 0)
+    assert monitor.verdict(limit_s) == "stuck"
+
+
+def test_a_waiting_room_that_empties_is_movement():
+    monitor = make(local_estimate_s=None)
+    for i in range(60):
+        feed(monitor, 101.0 + i, 0, 0, ahead=60_000 - 1000 * i)
+        assert monitor.verdict(101.0 + i) == "wait"
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "verdict"),
+    [
+        (1000.0, "wait"),
+        (250.0, "wait"),
+        (120.0, "wait"),
+        (100.0, "slower_than_local"),
+        (1.0, "slower_than_local"),
+    ],
+)
+def test_the_peer_s_pace_is_judged_against_the_local_estimate(tokens_per_s, verdict):
+    """Local 4 s allow 7 s to be left after the first 2.1 s."""
+    monitor = make()
+    now_s = 102.1
+    done = min(1000, int(tokens_per_s * 2.1))
+    feed(monitor, now_s, done, done * 10)
+    assert monitor.verdict(now_s) == verdict
+
+
+def test_nothing_is_judged_in_the_first_seconds():
+    monitor = make(local_estimate_s=0.0)
+    feed(monitor, 101.0, 1, 10)
+    assert monitor.verdict(100.0 + GRACE_S - 0.01) == "wait"
+    assert monitor.verdict(100.0 + GRACE_S) == "slower_than_local"
+
+
+@pytest.mark.parametrize("estimate_s", [None, math.nan, math.inf, -1.0])
+def test_without_a_local_estimate_only_silence_counts(estimate_s):
+    monitor = make(local_estimate_s=estimate_s)
+    feed(monitor, 110.0, 1, 10)
+    assert monitor.verdict(110.0) == "wait"
+    assert monitor.verdict(112.0) == "stuck"
+
+
+def test_the_local_estimate_can_change_on_the_way():
+    monitor = make(local_estimate_s=100.0)
+    feed(monitor, 110.0, 100, 1000)
+    assert monitor.verdict(110.0) == "wait"
+    monitor.local_estimate_s = 1.0
+    assert monitor.verdict(110.0) == "slower_than_local"
+
+
+def test_tokens_ahead_of_ours_are_part_of_the_time_left():
+    monitor = make(local_estimate_s=1000.0)
+    feed(monitor, 100.0, 0, 0, ahead=3000)
+    feed(monitor, 110.0, 0, 0, ahead=2000)
+    assert monitor.time_left_s(110.0) == pytest.approx(30.0)
+    feed(monitor, 130.0, 0, 0, ahead=0)
+    feed(monitor, 135.0, 500, 5000)
+    assert monitor.time_left_s(135.0) == pytest.approx(5.0)
+
+
+def test_where_nothing_has_moved_as_much_time_is_expected_as_has_passed():
+    monitor = make(local_estimate_s=4.0)
+    feed(monitor, 106.9, 0, 0, ahead=0)
+    assert monitor.time_left_s(106.9) == pytest.approx(6.9)
+    assert monitor.verdict(106.9) == "wait"
+    feed(monitor, 107.1, 0, 0, ahead=0)
+    assert monitor.verdict(107.1) == "slower_than_local"
+
+
+def test_the_peer_s_own_hit_is_not_work():
+    monitor = make(num_tokens=1000, tokens_done=900)
+    feed(monitor, 110.0, 950, 5000)
+    assert monitor.time_left_s(110.0) == pytest.approx(10.0)
+
+
+def test_a_link_that_lags_behind_the_peer_is_judged_by_its_own_pace():
+    monitor = make()
+    feed(monitor, 101.0, 1000, 0)
+    for tenth in range(1, 31):
+        feed(monitor, 101.0 + tenth / 10, 1000, 20 * tenth)  # 200 bytes a second
+    assert monitor.time_left_s(104.0) == pytest.approx((10_000 - 600) / 200)
+    assert monitor.verdict(104.0) == "slower_than_local"
+
+
+def test_windows_that_come_at_the_end_do_not_look_like_a_slow_link():
+    """Most of a short prompt's bytes are windows: sent last, at the link's speed."""
+    monitor = make(num_streamed_bytes=1000, local_estimate_s=12.0)
+    now_s = 100.0
+    for step in range(1, 11):
+        now_s = 100.0 + step
+        feed(monitor, now_s, 100 * step, 100 * step)
+        assert monitor.verdict(now_s) == "wait"
+    assert monitor.time_left_s(now_s) == 0.0
+    for step in range(1, 10):
+        feed(monitor, now_s + step / 10, 1000, 1000 + 1000 * step)
+        assert monitor.verdict(now_s + step / 10) == "wait"
+
+
+def test_a_transfer_that_has_arrived_is_never_slow():
+    monitor = make(local_estimate_s=0.0)
+    feed(monitor, 150.0, 1000, 10_000)
+    assert monitor.time_left_s(150.0) == 0.0
+    assert monitor.verdict(150.0) == "wait"
+
+
+def test_rates_leave_the_waiting_out():
+    monitor = make()
+    assert monitor.rates(101.0) == TransferRates(prefill_tokens_per_s=None, link_bytes_per_s=None)
+    feed(monitor, 105.0, 0, 0, ahead=500)
+    feed(monitor, 110.0, 0, 0, ahead=0)
+    feed(monitor, 112.0, 400, 1000)
+    feed(monitor, 114.0, 1000, 5000)
+    feed(monitor, 116.0, 1000, 9000)
+    rates = monitor.rates(200.0)
+    assert rates.prefill_tokens_per_s == pytest.approx(250.0)
+    assert rates.link_bytes_per_s == pytest.approx(2000.0)
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.floats(0, 3), st.integers(0, 300), st.integers(0, 3000), st.integers(-5, 2000)
+        ),
+        max_size=6,  # in all less than the time after which no movement is stuck
+    ),
+    hit=st.integers(0, 1000),
+    streamed=st.integers(0, 10_000),
+    estimate=st.none() | st.floats(allow_nan=True),
+)
+def test_any_course_gives_a_verdict_and_a_finite_time(steps, hit, streamed, estimate):
+    monitor = make(tokens_done=hit, num_streamed_bytes=streamed, local_estimate_s=estimate)
+    now_s, tokens, num_bytes = 100.0, hit, 0
+    for seconds, more_tokens, more_bytes, ahead in steps:
+        now_s += seconds
+        tokens, num_bytes = min(1000, tokens + more_tokens), min(10_000, num_bytes + more_bytes)
+        feed(monitor, now_s, tokens, num_bytes, ahead)
+        assert monitor.verdict(now_s) in ("wait", "slower_than_local")
+        assert 0 <= monitor.time_left_s(now_s) < math.inf
+        assert monitor.verdict(now_s + STALL_S + 0.01) == "stuck"
