@@ -106,6 +106,8 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, EngineStream] = {}
         self._refused: list[_Refused] = []
+        self._held: set[str] = set()
+        """Requests that the engine has accepted and not ended; the engine thread's."""
         self._load = EngineLoad(
             num_running=0,
             num_waiting=0,
@@ -209,6 +211,8 @@ class EngineThread:
         except PrfaasError as error:
             submission.table.release()
             self._refused.append(_Refused(submission.request.request_id, error))
+        else:
+            self._held.add(submission.request.request_id)
 
     def _run(self) -> None:
         failure: str | None = None
@@ -218,6 +222,7 @@ class EngineThread:
         except Exception as error:  # noqa: BLE001  # whatever it is, every request must hear of it
             failure = f"{type(error).__name__}: {error}"
             get_logger().error("engine.failed", error=failure, exc_info=True)
+            self._abandon()
         self._call_loop(lambda: self._finish(failure))
 
     def _await_work(self) -> bool:
@@ -242,9 +247,19 @@ class EngineThread:
         self._step_began_s = self._clock()
         events = self._engine.step() if self._engine.has_work else []
         self._step_began_s = None
+        self._held -= {event.request_id for event in events if isinstance(event, RequestEnded)}
         self._load = self._engine.load()
         if events or refused:
             self._call_loop(lambda: self._deliver(events, refused))
+
+    def _abandon(self) -> None:
+        """Let a failed engine give up what it holds for its requests, if it still can."""
+        try:
+            for request_id in self._held:
+                self._engine.abort(request_id)
+            self._engine.step()
+        except Exception as error:  # noqa: BLE001  # it has failed before; the pages stay held
+            get_logger().error("engine.pages_lost", error=f"{type(error).__name__}: {error}")
 
     def _call_loop(self, callback: Callable[[], None]) -> None:
         assert self._loop is not None

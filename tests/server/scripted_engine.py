@@ -152,6 +152,7 @@ class ScriptedEngine:
     def step(self) -> list[EngineEvent]:
         assert self.gate.wait(20), "nobody opened the gate"
         if self.crash_next:
+            self.crash_next = False
             raise RuntimeError("scripted crash")
         self._step_count += 1
         events, self._ended = self._ended, []
