@@ -112,10 +112,19 @@ class LayerKv:
     def fork(self) -> "LayerKv":
         """Return an independent copy."""
         other = copy(self)
-        other.kv_2HCK = self._empty(self.capacity_tokens)
-        held = slice(0, self._finite_tokens - self.base_tokens)
-        other.kv_2HCK[:, :, held] = self.kv_2HCK[:, :, held]
+        other._move_to(self.capacity_tokens)
         return other
+
+    def reserve(self, capacity_tokens: int) -> None:
+        """Make room for a sequence of up to `capacity_tokens`; what is held stays."""
+        wanted_tokens = layer_capacity(self.spec, capacity_tokens)
+        if wanted_tokens > self.capacity_tokens:
+            self._move_to(wanted_tokens)
+
+    def _move_to(self, capacity_tokens: int) -> None:
+        held = self.kv_2HCK[:, :, : self._finite_tokens - self.base_tokens]
+        self.kv_2HCK = self._empty(capacity_tokens)
+        self.kv_2HCK[:, :, : held.shape[2]] = held
 
     def _first_kept(self, num_tokens: int) -> int:
         """The first position still wanted when the sequence goes on at `num_tokens`.
@@ -199,6 +208,12 @@ class SequenceKv:
         for layer in self.layers:
             layer.truncate(num_tokens)
         self.num_tokens = num_tokens
+
+    def reserve(self, capacity_tokens: int) -> None:
+        """Make room for up to `capacity_tokens`, layer by layer; what is held stays."""
+        for layer in self.layers:
+            layer.reserve(capacity_tokens)
+        self.capacity_tokens = max(self.capacity_tokens, capacity_tokens)
 
     def fork(self) -> "SequenceKv":
         """Return an independent copy, for another continuation of the same tokens."""
