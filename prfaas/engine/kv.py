@@ -112,16 +112,17 @@ class LayerKv:
     def fork(self) -> "LayerKv":
         """Return an independent copy."""
         other = copy(self)
-        other._move_to(self.capacity_tokens)
+        other.reallocate(self.capacity_tokens)
         return other
 
     def reserve(self, capacity_tokens: int) -> None:
         """Make room for a sequence of up to `capacity_tokens`; what is held stays."""
         wanted_tokens = layer_capacity(self.spec, capacity_tokens)
         if wanted_tokens > self.capacity_tokens:
-            self._move_to(wanted_tokens)
+            self.reallocate(wanted_tokens)
 
-    def _move_to(self, capacity_tokens: int) -> None:
+    def reallocate(self, capacity_tokens: int) -> None:
+        """Move what is held to a buffer of `capacity_tokens`, which must be enough for it."""
         held = self.kv_2HCK[:, :, : self._finite_tokens - self.base_tokens]
         self.kv_2HCK = self._empty(capacity_tokens)
         self.kv_2HCK[:, :, : held.shape[2]] = held
