@@ -10,12 +10,12 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
 from aiohttp import web
 
+from prfaas import __version__
 from prfaas.clock import Clock, monotonic_s, wall_s
 from prfaas.config.options import ModelOptions, NodeConfig
 from prfaas.errors import BadRequest, ConfigError, Overloaded
@@ -104,7 +104,7 @@ async def serve(
     if config.role == "prefill":
         check_bind(options.host, allow_plaintext=config.transport.allow_plaintext)
     lifecycle = Lifecycle()
-    metrics = Metrics(version=package_version(), role=config.role)
+    metrics = Metrics(version=__version__, role=config.role)
     stop = StopSignals()
     face = Face(config, lifecycle, metrics, clock=clock, wall=wall)
     listener_socket = bind_socket(options.host, options.port)
@@ -290,14 +290,6 @@ def route_names(app: web.Application) -> list[str]:
         for route in app.router.routes()
         if route.resource is not None and route.method != "HEAD"
     ]
-
-
-def package_version() -> str:
-    """Return the installed version; a bare checkout has none."""
-    try:
-        return version("prfaas")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def served_name(options: ModelOptions) -> str:

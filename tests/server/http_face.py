@@ -1,6 +1,7 @@
 """The HTTP face of a fake node on a real port, and clients that look at its answers closely."""
 
 import asyncio
+import io
 import json
 import socket
 import struct
@@ -45,7 +46,9 @@ class HttpFace:
             return response.status, strict_json(await response.read())
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
-        async with self.session.post(self.url + path, json=body, **options) as response:
+        data = io.BytesIO(json.dumps(body).encode())
+        options["headers"] = {"Content-Type": "application/json", **options.get("headers", {})}
+        async with self.session.post(self.url + path, data=data, **options) as response:
             return response.status, strict_json(await response.read())
 
     async def chat(self, **fields: Any) -> tuple[int, Any]:
