@@ -128,9 +128,22 @@ class CacheLayout:
 
     def bytes_needed(self, num_tokens: int, have_tokens: int = 0) -> int:
         """Return the KV bytes that `pages_needed` pages hold, the last block cut at the token."""
-        total_bytes = 0
-        for spec in self.groups:
-            for block in missing_blocks(spec, num_tokens, have_tokens, self.block_tokens):
-                tokens = min(self.block_tokens, num_tokens - block * self.block_tokens)
-                total_bytes += len(spec.layers) * bytes_of_block(spec, tokens, self.block_tokens)
-        return total_bytes
+        return sum(self._missing_bytes(spec, num_tokens, have_tokens) for spec in self.groups)
+
+    def streamed_bytes(self, num_tokens: int, have_tokens: int = 0) -> int:
+        """Return the part of `bytes_needed` that a prefill makes in step with its tokens.
+
+        These are the full groups' bytes: a window is only needed as it is at the end.
+        """
+        return sum(
+            self._missing_bytes(spec, num_tokens, have_tokens)
+            for spec in self.groups
+            if isinstance(spec, FullSpec)
+        )
+
+    def _missing_bytes(self, spec: GroupSpec, num_tokens: int, have_tokens: int) -> int:
+        page_bytes = 0
+        for block in missing_blocks(spec, num_tokens, have_tokens, self.block_tokens):
+            tokens = min(self.block_tokens, num_tokens - block * self.block_tokens)
+            page_bytes += bytes_of_block(spec, tokens, self.block_tokens)
+        return len(spec.layers) * page_bytes

@@ -281,7 +281,7 @@ def _after(
             return peer
         case "completed":
             state: PeerState = "incompatible" if peer.state == "incompatible" else "ready"
-            return replace(peer, state=state, heard_s=now_s, num_failures=0, retry_at_s=None)
+            return replace(peer, state=state, heard_s=now_s, num_failures=0)
         case "peer_incompatible":
             return replace(peer, state="incompatible", heard_s=now_s)
         case "peer_overloaded":
@@ -313,8 +313,7 @@ def _failed(peer: PeerView, started_s: float, now_s: float) -> PeerView:
 def _later(peer: PeerView, now_s: float) -> float:
     """Return when a down peer may be tried again: twice as far off with every failure."""
     doublings = min(max(peer.num_failures, peer.num_silences, 1) - 1, 10)
-    retry_at_s = now_s + min(FIRST_BACKOFF_S * 2.0**doublings, MAX_BACKOFF_S)
-    return retry_at_s if peer.retry_at_s is None else max(peer.retry_at_s, retry_at_s)
+    return now_s + min(FIRST_BACKOFF_S * 2.0**doublings, MAX_BACKOFF_S)
 
 
 def _ewma(old: float | None, new: float | None) -> float | None:

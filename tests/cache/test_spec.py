@@ -113,6 +113,8 @@ def test_the_pages_of_gemma_at_8192_tokens():
     assert layout.pages_needed(8192, have_tokens=4096) == 3 * 64 + 15 * 9
     assert layout.pages_needed(8192, have_tokens=8128) == 3 + 15
     assert layout.bytes_needed(8192) == (3 * 128 + 15 * 9) * 131072
+    assert layout.streamed_bytes(8192) == 3 * 128 * 131072
+    assert layout.streamed_bytes(8190, have_tokens=8128) == 3 * 62 * 2048
 
 
 @given(num_tokens=st.integers(0, 3000), have_blocks=st.integers(0, 50))

@@ -134,6 +134,20 @@ def test_a_link_that_lags_behind_the_peer_is_judged_by_its_own_pace():
     assert monitor.verdict(104.0) == "slower_than_local"
 
 
+def test_a_lag_is_judged_from_its_own_start_and_forgotten_when_caught_up():
+    monitor = make()
+    feed(monitor, 110.0, 1000, 0)
+    feed(monitor, 111.9, 1000, 10)
+    assert monitor.time_left_s(111.9) == 0.0
+    assert monitor.time_left_s(112.0) == pytest.approx(9990 * 2.0 / 10)
+    halfway = make()
+    feed(halfway, 110.0, 500, 0)
+    feed(halfway, 111.0, 500, 5000)
+    feed(halfway, 120.0, 1000, 5000)
+    feed(halfway, 120.5, 1000, 5010)
+    assert halfway.time_left_s(121.9) == 0.0
+
+
 def test_windows_that_come_at_the_end_do_not_look_like_a_slow_link():
     """Most of a short prompt's bytes are windows: sent last, at the link's speed."""
     monitor = make(num_streamed_bytes=1000, local_estimate_s=12.0)

@@ -319,6 +319,9 @@ def test_silences_in_a_row_make_request_probes_rare():
         router.unreachable("a:1", now_s=float(i))
     assert not router.is_usable("a:1", 9.0 + MAX_BACKOFF_S - 0.01)
     assert router.is_usable("a:1", 9.0 + MAX_BACKOFF_S)
+    router.heard("a:1", now_s=50.0, is_ready=True)
+    router.unreachable("a:1", now_s=50.0)
+    assert router.is_usable("a:1", 50.0 + FIRST_BACKOFF_S), "hearing it starts the count anew"
 
 
 def test_an_overloaded_peer_gets_the_wait_it_asked_for():
@@ -337,6 +340,17 @@ def test_an_overloaded_peer_gets_the_wait_it_asked_for():
     router.ended("r3", "peer_overloaded", now_s=36.0, retry_after_s=20.0)
     router.ended("r1", "completed", now_s=37.0)
     assert router.is_usable("a:1", 37.0), "a finished transfer made room"
+
+
+def test_a_late_overload_does_not_shorten_a_backoff():
+    router = make_router()
+    decide(router, "r0", 0.0)
+    decide(router, "r1", 0.0)
+    router.ended("r0", "peer_down", now_s=1.0)
+    before = router.peer("a:1")
+    router.ended("r1", "peer_overloaded", now_s=1.0, retry_after_s=0.0)
+    assert router.peer("a:1") == replace(before, num_inflight=0, num_inflight_tokens=0)
+    assert decide(router, "r2", 1.5).reason == "peer_down"
 
 
 def test_a_peer_slower_than_we_are_gets_a_pause():
