@@ -20,10 +20,15 @@ from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.layers.rope import RopeTable
 from prfaas.engine.linear import Linear, Packing, pack
 from prfaas.engine.model import Block, Embedding, Model
-from prfaas.engine.numerics import choose_packing, fingerprint
+from prfaas.engine.numerics import (
+    InexactKernelsError,
+    candidate_packings,
+    numerics_fingerprint,
+)
 from prfaas.engine.rope_spec import RopeSpec
 from prfaas.engine.safetensors_file import SafetensorsFile
 from prfaas.errors import ConfigError
+from prfaas.log import get_logger
 
 IGNORED_TENSORS = re.compile(
     r"(model\.)?(vision_tower|multi_modal_projector|visual)\.|.*\.rotary_emb\.inv_freq$"
@@ -42,13 +47,20 @@ def load_model(model_dir: Path, *, dtype: Literal["float16", "float32"] = "float
     """
     config = ModelConfig.from_hf(_read_json(model_dir / "config.json"))
     weights = Weights(model_dir)
-    packing = choose_packing(dtype)
-    model = _Builder(config, weights, packing).build(
-        model_fingerprint=_model_fingerprint(model_dir, weights),
-    )
-    weights.check_all_taken(config)
-    weights.release()
-    return model
+    model_fingerprint = _model_fingerprint(model_dir, weights)
+    faults = []
+    for packing in candidate_packings(dtype):
+        model = _Builder(config, weights, packing).build(model_fingerprint)
+        weights.check_all_taken(config)
+        weights.release()
+        try:
+            model.numerics_fingerprint = numerics_fingerprint(model)
+        except InexactKernelsError as error:
+            faults.append(f"{packing}: {error}")
+            get_logger().warning("packing.inexact", packing=packing, fault=str(error))
+        else:
+            return model
+    raise ConfigError(f"no weight packing is exact on this machine ({'; '.join(faults)})")
 
 
 class Weights:
@@ -102,13 +114,13 @@ class _Builder:
         self._packing = packing
         self._ropes: dict[tuple[RopeSpec, int], RopeTable] = {}
 
-    def build(self, *, model_fingerprint: str) -> Model:
+    def build(self, model_fingerprint: str) -> Model:
         config, weights = self._config, self._weights
         size = (config.vocab_size, config.hidden_size)
         embedding = weights.take("model.embed_tokens.weight", *size)
         head = embedding if config.has_tied_embeddings else weights.take("lm_head.weight", *size)
         layers = [self._block(layer) for layer in range(len(config.layers))]
-        model = Model(
+        return Model(
             config,
             embed_tokens=Embedding(
                 weight_VD=embedding,
@@ -120,10 +132,7 @@ class _Builder:
             lm_head=pack(head, self._packing),
             packing=self._packing,
             model_fingerprint=model_fingerprint,
-            numerics_fingerprint="",
         )
-        model.numerics_fingerprint = fingerprint(model)
-        return model
 
     def _block(self, layer: int) -> Block:
         config = self._config

@@ -1,0 +1,213 @@
+"""Model configs: what is read, what is refused, and how many bytes a sequence keeps."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.cache.spec import FullSpec, WindowSpec
+from prfaas.engine.config import ModelConfig, kv_bytes, kv_groups
+from prfaas.engine.rope_spec import Llama3Scaling, LinearScaling, RopeSpec
+from prfaas.errors import ConfigError
+from tests.tiny_models import Family, tiny_config
+
+GEMMA_3_270M: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "vocab_size": 262144,
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+}
+GEMMA_3_270M_GGUF: dict[str, object] = {
+    "general.architecture": "gemma3",
+    "gemma3.context_length": 32768,
+    "gemma3.embedding_length": 640,
+    "gemma3.block_count": 18,
+    "gemma3.feed_forward_length": 2048,
+    "gemma3.attention.head_count": 4,
+    "gemma3.attention.head_count_kv": 1,
+    "gemma3.attention.layer_norm_rms_epsilon": 1e-6,
+    "gemma3.attention.key_length": 256,
+    "gemma3.attention.value_length": 256,
+    "gemma3.attention.sliding_window": 512,
+    "gemma3.rope.freq_base": 1000000.0,
+    "tokenizer.ggml.tokens": ["x"] * 262144,
+    "tokenizer.ggml.bos_token_id": 2,
+    "tokenizer.ggml.eos_token_id": 1,
+}
+QWEN3_235B = tiny_config("qwen3") | {
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+
+
+def test_every_sixth_gemma_layer_sees_everything() -> None:
+    config = ModelConfig.from_hf(GEMMA_3_270M)
+    full = [index for index, layer in enumerate(config.layers) if layer.window_tokens is None]
+    assert full == [5, 11, 17]
+    assert {layer.window_tokens for layer in config.layers} == {None, 512}
+    assert config.layers[5].rope == RopeSpec(theta=1e6)
+    assert config.layers[0].rope == RopeSpec(theta=1e4)
+    assert config.embedding_scale == pytest.approx(640**0.5)
+    assert config.has_tied_embeddings
+
+
+def test_gguf_metadata_and_config_json_describe_the_same_gemma() -> None:
+    from_gguf = ModelConfig.from_gguf(GEMMA_3_270M_GGUF)
+    untied = GEMMA_3_270M | {"tie_word_embeddings": False}  # metadata does not say
+    assert from_gguf == ModelConfig.from_hf(untied)
+
+
+def test_a_multimodal_gemma_is_its_text_config() -> None:
+    sparse = {
+        "model_type": "gemma3",
+        "vision_config": {},
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "num_hidden_layers": 34,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "sliding_window": 1024,
+        },
+    }
+    config = ModelConfig.from_hf(sparse)
+    assert config.layers[5].rope == RopeSpec(theta=1e6, scaling=LinearScaling(factor=8.0))
+    assert config.layers[0].rope == RopeSpec(theta=1e4)
+    assert (config.layers[0].num_heads, config.layers[0].num_kv_heads) == (8, 4)
+    assert config.vocab_size == 262208
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama", "qwen3"])
+def test_old_and_new_rope_fields_mean_the_same(family: Family) -> None:
+    old = tiny_config(family)
+    new = dict(old)
+    theta, scaling = new.pop("rope_theta"), new.pop("rope_scaling")
+    new["rope_parameters"] = {"rope_type": "default", "rope_theta": theta} | (scaling or {})
+    if family == "gemma3":
+        local = {"rope_type": "default", "rope_theta": new.pop("rope_local_base_freq")}
+        new["rope_parameters"] = {
+            "full_attention": new["rope_parameters"],
+            "sliding_attention": local,
+        }
+    assert ModelConfig.from_hf(new) == ModelConfig.from_hf(old)
+
+
+def test_llama3_scaling_is_read() -> None:
+    config = ModelConfig.from_hf(tiny_config("llama"))
+    assert config.layers[0].rope.scaling == Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_tokens=256
+    )
+
+
+def test_qwen3_windows_start_at_max_window_layers() -> None:
+    config = ModelConfig.from_hf(
+        tiny_config("qwen3")
+        | {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3}
+    )
+    assert [layer.window_tokens for layer in config.layers] == [None, None, None, 32]
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("llama", "model_type", "mamba2"),
+        ("llama", "model_type", None),
+        ("llama", "attention_bias", True),
+        ("llama", "mlp_bias", True),
+        ("llama", "hidden_act", "relu"),
+        ("llama", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("llama", "quantization_config", {"quant_method": "gptq"}),
+        ("llama", "partial_rotary_factor", 0.5),
+        ("llama", "num_key_value_heads", 3),
+        ("llama", "hidden_size", None),
+        ("llama", "hidden_size", "64"),
+        ("llama", "vocab_size", 0),
+        ("llama", "rms_norm_eps", True),
+        ("qwen3", "layer_types", ["full_attention"] * 3 + ["linear_attention"]),
+        ("qwen3", "layer_types", ["full_attention"] * 3),
+        ("gemma3", "attn_logit_softcapping", 50.0),
+        ("gemma3", "final_logit_softcapping", 30.0),
+        ("gemma3", "hidden_activation", "gelu"),
+        ("gemma3", "sliding_window", 0),
+        ("gemma3", "use_bidirectional_attention", True),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(
+    family: Family, field: str, value: object
+) -> None:
+    named = {"num_key_value_heads": "key-value heads", "layer_types": "layer"}.get(field, field)
+    named = "rope type 'yarn'" if field == "rope_scaling" else named
+    with pytest.raises(ConfigError, match=named):
+        ModelConfig.from_hf(tiny_config(family) | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("general.architecture", "mamba", "mamba"),
+        ("gemma3.attention.value_length", 128, "different lengths"),
+        ("gemma3.rope.dimension_count", 128, "rope"),
+        ("gemma3.rope.scaling.type", "yarn", "yarn"),
+        ("gemma3.attention.head_count_kv", [1, 2], "head_count_kv"),
+        ("gemma3.attention.layer_norm_rms_epsilon", "small", "epsilon"),
+        ("gemma3.block_count", None, "block_count"),
+    ],
+)
+def test_gguf_metadata_that_cannot_be_used_is_named(key: str, value: object, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ModelConfig.from_gguf(GEMMA_3_270M_GGUF | {key: value})
+
+
+def test_gguf_linear_rope_scaling_stretches_the_far_seeing_layers() -> None:
+    scaled = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
+    config = ModelConfig.from_gguf(GEMMA_3_270M_GGUF | scaled)
+    assert config.layers[5].rope.scaling == LinearScaling(factor=8.0)
+    assert config.layers[0].rope.scaling is None
+
+
+def test_kv_bytes_equal_the_published_sizes() -> None:
+    # Gemma 3 270M in bfloat16: 7.5 MiB and 3,072 bytes a token; float32 is twice that.
+    gemma = ModelConfig.from_hf(GEMMA_3_270M)
+    constant = 15 * 511 * 2 * 256 * 4
+    assert kv_bytes(gemma, 8192) == constant + 8192 * 6144
+    assert constant / 2**20 == pytest.approx(2 * 7.5, abs=0.1)
+    # Qwen3-235B: 192,512 bytes a token in bfloat16.
+    assert kv_bytes(ModelConfig.from_hf(QWEN3_235B), 1000) == 1000 * 2 * 192_512
+
+
+@given(num_tokens=st.integers(0, 2000))
+def test_kv_bytes_grow_by_full_layers_alone_past_the_window(num_tokens: int) -> None:
+    config = ModelConfig.from_hf(GEMMA_3_270M)
+    growth = kv_bytes(config, num_tokens + 1) - kv_bytes(config, num_tokens)
+    assert growth == 2048 * (18 if num_tokens < 511 else 3)
+
+
+def test_layers_of_one_window_share_a_group() -> None:
+    layout = kv_groups(ModelConfig.from_hf(GEMMA_3_270M), 64)
+    full, window = layout.groups
+    assert isinstance(full, FullSpec)
+    assert isinstance(window, WindowSpec)
+    assert full.layers == (5, 11, 17)
+    assert window.window_tokens == 512
+    assert sorted(full.layers + window.layers) == list(range(18))
+    assert full.page_bytes == window.page_bytes == 64 * 2 * 256 * 4
+
+
+def test_configs_load_without_torch() -> None:
+    code = "import sys, prfaas.engine.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
