@@ -65,7 +65,7 @@ class PagePool:
         self.num_pages = ram_bytes // page_bytes
         if self.num_pages < 1:
             raise ConfigError(f"cache.ram_bytes = {ram_bytes} is less than a page: {page_bytes}")
-        # Private, so that the kernel may back it with huge pages; touched pages only take memory.
+        # Private: a forked child cannot write our pages. Pages take memory once they are touched.
         self._map: mmap.mmap | None = mmap.mmap(
             -1, self.num_pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
