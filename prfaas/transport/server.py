@@ -155,7 +155,7 @@ class _Handlers:
 
     async def _serve(self, request: web.Request, transfer: OutgoingTransfer) -> None:
         transport = request.transport
-        if not isinstance(transport, asyncio.Transport) or transport.get_write_buffer_size():
+        if transport is None or transport.get_write_buffer_size():
             return  # gone, or pipelined behind an answer that is not sent yet
         sock = _take_socket(transport)
         try:
