@@ -162,6 +162,7 @@ def add_headers(
     """Return the signal that puts the request's id, and CORS if wanted, on every answer."""
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Server"] = "prfaas"  # aiohttp would tell its version
         request_id = request.get(REQUEST_ID)
         if request_id is not None:
             response.headers["X-Request-Id"] = request_id
