@@ -55,8 +55,8 @@ class StepPlan:
     admitted: tuple[Reservation, ...]
     """New or resumed: make a working copy and fill it with the first `num_computed` tokens."""
     grown: tuple[Reservation, ...]
-    decodes: tuple[int, ...]
-    """Sequences with one token to compute, oldest first."""
+    decodes: tuple[Grant, ...]
+    """One token each, oldest sequence first."""
     prefills: tuple[Grant, ...]
 
 
@@ -232,11 +232,8 @@ class Batcher:
             preempted=tuple(draft.preempted),
             admitted=_reservations(draft.admitted),
             grown=_reservations(draft.grown),
-            decodes=tuple(draft.decodes),
-            prefills=tuple(
-                Grant(key=key, start=self._running[key].num_computed, num_tokens=num_tokens)
-                for key, num_tokens in draft.granted.items()
-            ),
+            decodes=tuple(self._grant(key, 1) for key in draft.decodes),
+            prefills=tuple(self._grant(key, count) for key, count in draft.granted.items()),
         )
 
     def check(self) -> None:
@@ -322,11 +319,8 @@ class Batcher:
             idle = (
                 e
                 for e in self._running.values()
-                if e.num_remaining > max(1, entry.num_remaining)
-                and e is not oldest
-                and e.key not in draft.granted
-                and e.key not in draft.admitted
-            )
+                if e.num_remaining > max(1, entry.num_remaining) and e is not oldest
+            )  # the least remaining work is served first: those with more have no tokens yet
             for victim in sorted(idle, key=lambda e: e.order, reverse=True):
                 victims.append(victim)
                 if self._has_room(entry, without=victims):
@@ -388,6 +382,9 @@ class Batcher:
         entry.num_computed = 0  # until moved_out says better
         self._waiting[entry.key] = entry
         draft.preempted.append(entry.key)
+
+    def _grant(self, key: int, num_tokens: int) -> Grant:
+        return Grant(key=key, start=self._running[key].num_computed, num_tokens=num_tokens)
 
     def _find(self, key: int) -> _Entry:
         entry = self._running.get(key) or self._waiting.get(key)

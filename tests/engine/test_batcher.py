@@ -76,7 +76,7 @@ class Engine:
     def step(self) -> StepPlan:
         decoding = {k for k, n in self.computed.items() if self.known[k] - n == 1}
         plan = self.batcher.plan()
-        assert decoding - set(plan.preempted) == set(plan.decodes)
+        assert decoding - set(plan.preempted) == {grant.key for grant in plan.decodes}
         self.num_steps += 1
         for key in plan.preempted:
             self.move_out(key)
@@ -89,9 +89,8 @@ class Engine:
             assert reservation.capacity_tokens > self.capacity[reservation.key]
             self.capacity[reservation.key] = reservation.capacity_tokens
         self.check_plan(plan)
-        ends = [(key, self.computed[key] + 1) for key in plan.decodes]
-        ends += [(grant.key, grant.start + grant.num_tokens) for grant in plan.prefills]
-        for key, end in ends:
+        for grant in (*plan.decodes, *plan.prefills):
+            key, end = grant.key, grant.start + grant.num_tokens
             assert end <= self.capacity[key]
             self.computed[key] = end
             self.batcher.computed(key, end)
@@ -134,6 +133,7 @@ class Engine:
     def check_plan(self, plan: StepPlan) -> None:
         granted = {grant.key: grant for grant in plan.prefills}
         assert len(granted) == len(plan.prefills)
+        assert all(grant.num_tokens == 1 for grant in plan.decodes)
         for key, grant in granted.items():
             end = grant.start + grant.num_tokens
             assert grant.start == self.computed[key] < end <= self.known[key]

@@ -1,0 +1,423 @@
+"""Runs submissions on the model: asks the batcher, runs one ragged forward, draws, tells.
+
+One thread calls everything except `num_layers_run`. A request's life:
+
+1. `submit` checks it and queues its prompt as one sequence.
+2. Admission makes a working copy and imports what the pages hold.
+3. Forwards compute the prompt. Blocks are copied into pages as each layer finishes.
+4. After the prompt, the first token of every choice is drawn and the sequence splits into one for
+   each choice that goes on.
+5. Choices decode until a stop token or their length; RequestEnded follows the last.
+
+A preempted sequence goes back to 2 with its KV in pages, or to be computed again.
+"""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+from prfaas.cache.prefix import PrefixCache
+from prfaas.clock import Clock
+from prfaas.engine.batcher import Batcher, StepPlan
+from prfaas.engine.forward import Forward
+from prfaas.engine.model import Model
+from prfaas.engine.options import EngineOptions
+from prfaas.engine.pages import load_pages, save_pages
+from prfaas.engine.rate import PrefillRate
+from prfaas.engine.sampler import Float32s, Sampler, TokenHistory
+from prfaas.engine.sequence import RequestState, SequenceState, check_submission
+from prfaas.engine.submission import EngineEvent, EngineLoad, FirstLogits, Submission
+from prfaas.errors import BadRequest
+from prfaas.log import get_logger
+from prfaas.types import RequestEnded, TokenEvent
+
+
+class Runner:
+    """The engine: takes submissions, gives events.
+
+    Args:
+        model: one runner uses it at a time.
+        cache: where hits come from and finished blocks go; of the model's layout.
+        options: the limits.
+        clock: seconds, for the prefill rate only.
+    """
+
+    def __init__(
+        self, *, model: Model, cache: PrefixCache, options: EngineOptions, clock: Clock
+    ) -> None:
+        self.num_layers_run = 0
+        """Goes up with every layer of every forward; other threads read it as a heartbeat."""
+        limit = model.config.max_context_tokens
+        self.max_context_tokens = min(options.max_context_tokens or limit, limit)
+        self._model = model
+        self._cache = cache
+        self._layout = cache.layout
+        self._clock = clock
+        self._sampler = Sampler(model.config.vocab_size)
+        self._batcher = Batcher(
+            options=options,
+            block_tokens=cache.layout.block_tokens,
+            kv_bytes=model.kv_capacity_bytes,
+        )
+        self._keys = itertools.count()
+        self._requests: dict[str, RequestState] = {}
+        self._sequences: dict[int, SequenceState] = {}
+        self._events: list[EngineEvent] = []
+        self._step_count = 0
+        self._prefill_rate = PrefillRate()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute something or return events."""
+        return bool(self._requests or self._events)
+
+    def submit(self, submission: Submission) -> None:
+        """Queue a request; from now on one hold on its table is the engine's.
+
+        Raises BadRequest or Overloaded, and then takes no hold.
+        """
+        request = submission.request
+        num_prompt = len(request.prompt_tokens)
+        if request.request_id in self._requests:
+            raise BadRequest(f"request {request.request_id} is already running")
+        check_submission(
+            submission,
+            vocab_size=self._model.config.vocab_size,
+            max_context_tokens=self.max_context_tokens,
+        )
+        max_total = min(num_prompt + request.sampling.max_tokens, self.max_context_tokens)
+        state = RequestState(
+            submission=submission,
+            max_total_tokens=max_total,
+            open_choices=[],
+        )
+        for choice in range(request.num_choices):
+            forced = state.forced(choice)
+            if not forced or state.finish_reason(forced[-1], num_prompt + len(forced)) is None:
+                state.open_choices.append(choice)
+        if not state.open_choices:
+            submission.table.release()
+            self._events.append(RequestEnded(request_id=request.request_id))
+            return
+        # The last prompt token is computed again if its logits are wanted and its KV came ready.
+        num_computed = min(
+            submission.table.num_tokens, num_prompt - 1 if state.needs_first_logits else num_prompt
+        )
+        sequence = SequenceState(
+            key=next(self._keys),
+            owner=state,
+            tokens=list(request.prompt_tokens),
+            table=submission.table,
+            stored_tokens=submission.table.num_tokens,
+            resume_tokens=num_computed,
+        )
+        state.num_prompt_ready = state.num_prompt_done = num_computed
+        self._batcher.add(
+            sequence.key,
+            num_tokens=num_prompt,
+            num_computed=num_computed,
+            max_kv_tokens=num_prompt if submission.prefill_only else max_total - 1,
+        )
+        self._requests[request.request_id] = state
+        self._enter(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its RequestEnded comes with the next step. Unknown ids are ignored."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            self._end(state)
+
+    def stop_choice(self, request_id: str, choice_index: int) -> None:
+        """End one choice without an event for it. Unknown ones are ignored.
+
+        The request ends with its last choice.
+        """
+        state = self._requests.get(request_id)
+        if state is not None and choice_index in state.open_choices:
+            self._close_choice(state, choice_index)
+
+    def load(self) -> EngineLoad:
+        """Return how busy the engine is."""
+        return EngineLoad(
+            num_running=self._batcher.num_running,
+            num_waiting=self._batcher.num_waiting,
+            num_waiting_tokens=self._batcher.num_remaining_tokens,
+            kv_used_bytes=self._batcher.used_bytes,
+            prefill_tokens_per_s=self._prefill_rate.tokens_per_s,
+            step_count=self._step_count,
+        )
+
+    def check(self) -> None:
+        """Re-derive what the engine holds; AssertionError names what is wrong."""
+        self._batcher.check()
+        owned = {key: s for r in self._requests.values() for key, s in r.sequences.items()}
+        assert owned == self._sequences
+        running = sum(sequence.kv is not None for sequence in owned.values())
+        assert running == self._batcher.num_running
+        assert len(owned) - running == self._batcher.num_waiting
+        for request_id, state in self._requests.items():
+            assert state.request.request_id == request_id
+            assert state.open_choices, "a request without open choices has not ended"
+            choices = [sequence.choice_index for sequence in state.sequences.values()]
+            assert choices == [None] or sorted(c for c in choices if c is not None) == (
+                state.open_choices
+            )
+
+    def step(self) -> list[EngineEvent]:
+        """Do one step's work and return what happened, in order.
+
+        A request that fails ends with its error and disturbs no other, except that a forward which
+        fails as a whole ends all requests in it.
+        """
+        began_s = self._clock()
+        self._step_count += 1
+        plan = self._batcher.plan()
+        self._make_room(plan)
+        forward = Forward(self._cache)
+        for grant in (*plan.decodes, *plan.prefills):
+            if grant.key in self._sequences:  # its request has not just failed
+                forward.add(self._sequences[grant.key], grant.num_tokens)
+        if forward.sequences:
+            self._run(forward)
+            num_prefill_tokens = sum(grant.num_tokens for grant in plan.prefills)
+            self._prefill_rate.add(num_prefill_tokens, self._clock() - began_s)
+        events, self._events = self._events, []
+        return events
+
+    # ------------------------------------------------------------ submissions
+
+    def _enter(self, sequence: SequenceState) -> None:
+        self._sequences[sequence.key] = sequence
+        sequence.owner.sequences[sequence.key] = sequence
+
+    # ------------------------------------------------------------ working copies
+
+    def _make_room(self, plan: StepPlan) -> None:
+        """Carry out what the plan did to working copies, in its order."""
+        for key in plan.preempted:
+            self._guard(key, self._move_out)
+        for reservation in plan.admitted:
+            self._guard(reservation.key, partial(self._admit, reservation.capacity_tokens))
+        for reservation in plan.grown:
+            self._guard(reservation.key, partial(self._grow, reservation.capacity_tokens))
+
+    def _admit(self, capacity_tokens: int, sequence: SequenceState) -> None:
+        sequence.kv = self._model.new_kv(
+            capacity_tokens=capacity_tokens, block_tokens=self._layout.block_tokens
+        )
+        load_pages(
+            sequence.kv,
+            sequence.table,
+            self._layout,
+            stored_tokens=sequence.stored_tokens,
+            num_tokens=sequence.resume_tokens,
+        )
+        if sequence.resume_tokens == len(sequence.tokens):  # all of it came from a peer
+            self._split(sequence, None)
+
+    def _grow(self, capacity_tokens: int, sequence: SequenceState) -> None:
+        assert sequence.kv is not None
+        sequence.kv.reserve(capacity_tokens)
+
+    def _move_out(self, sequence: SequenceState) -> None:
+        """Let a preempted sequence's working copy go, its KV into pages if there are enough."""
+        kv, sequence.kv = sequence.kv, None
+        assert kv is not None
+        saved = kv.num_tokens
+        if not save_pages(kv, sequence.table, self._layout):
+            saved = self._fall_back(sequence)
+        sequence.stored_tokens = sequence.resume_tokens = saved
+        self._batcher.moved_out(sequence.key, saved)
+
+    def _fall_back(self, sequence: SequenceState) -> int:
+        """Keep only the pages that a lookup finds; return the tokens they hold."""
+        if sequence.owner.submission.sink is not None:
+            return 0  # the sink reads this very table
+        keys = self._cache.block_keys(sequence.tokens, sequence.owner.request.cache_salt)
+        table = self._cache.lookup(keys, len(sequence.tokens))
+        sequence.table.release()
+        sequence.table, sequence.last_key = table, None
+        return table.hit_tokens
+
+    # ------------------------------------------------------------ the forward
+
+    def _run(self, forward: Forward) -> None:
+        """Compute, then let each request go on from its logits."""
+        try:
+            rows = forward.run(self._model, self._count_layer)
+        except Exception as error:  # noqa: BLE001  # nobody in this forward has a result
+            for sequence in forward.sequences:
+                self._fail(sequence.owner, error)
+            return
+        for sequence, row_V in zip(forward.sequences, rows, strict=True):
+            if sequence.owner.failure is not None:
+                self._fail(sequence.owner, sequence.owner.failure)
+            else:
+                self._guard(sequence.key, partial(self._advance, row_V))
+
+    def _count_layer(self) -> None:
+        self.num_layers_run += 1
+
+    def _advance(self, row_V: Float32s | None, sequence: SequenceState) -> None:
+        """Take note of what was computed; at the end of what is known, draw."""
+        kv, state = sequence.kv, sequence.owner
+        assert kv is not None
+        end = kv.num_tokens
+        self._batcher.computed(sequence.key, end)
+        state.num_prompt_done = max(state.num_prompt_done, min(end, state.num_prompt_tokens))
+        if state.submission.sink is not None:
+            state.submission.sink.progress(end)
+        sequence.table.slide(end)
+        if end < len(sequence.tokens):
+            return
+        if sequence.choice_index is None:
+            self._split(sequence, row_V)
+        else:
+            assert row_V is not None
+            self._go_on(sequence, sequence.choice_index, row_V)
+
+    # ------------------------------------------------------------ tokens
+
+    def _go_on(self, sequence: SequenceState, choice: int, row_V: Float32s) -> None:
+        """Draw a decoding choice's next token."""
+        event = self._draw(sequence.owner, choice, row_V, len(sequence.tokens), sequence.history)
+        if event.finish_reason is not None:
+            self._close_choice(sequence.owner, choice)
+            return
+        sequence.tokens.append(event.token_id)
+        if sequence.history is not None:
+            sequence.history.append(event.token_id)
+        self._batcher.known(sequence.key, len(sequence.tokens))
+
+    def _split(self, prompt: SequenceState, row_V: Float32s | None) -> None:
+        """Give each choice its first token and its own sequence; the first takes the prompt's."""
+        state = prompt.owner
+        lines: list[tuple[int, tuple[int, ...]]] = []
+        for choice in state.open_choices:
+            completion = state.forced(choice)
+            if not completion:
+                assert row_V is not None
+                history = state.new_history(())
+                event = self._draw(state, choice, row_V, state.num_prompt_tokens, history)
+                if event.finish_reason is not None:
+                    continue
+                completion = (event.token_id,)
+            lines.append((choice, completion))
+        if state.submission.return_logits:
+            assert row_V is not None
+            logits = row_V.astype("<f4").tobytes()
+            self._events.append(FirstLogits(request_id=state.request.request_id, logits=logits))
+        if state.submission.prefill_only or not lines:
+            self._end(state)
+            return
+        state.open_choices = [choice for choice, _ in lines]
+        for choice, completion in lines[1:]:
+            self._fork(prompt, choice, completion)
+        prompt.choice_index, completion = lines[0]
+        prompt.tokens.extend(completion)
+        prompt.history = state.new_history(completion)
+        self._batcher.known(prompt.key, len(prompt.tokens))
+
+    def _fork(self, prompt: SequenceState, choice: int, completion: tuple[int, ...]) -> None:
+        """Start a choice from a copy of the prompt's KV, or let it wait and go on from its pages."""
+        assert prompt.kv is not None
+        keys = self._cache.block_keys(prompt.tokens, prompt.owner.request.cache_salt)
+        table = self._cache.lookup(keys, len(prompt.tokens) + 1)
+        sequence = SequenceState(
+            key=next(self._keys),
+            owner=prompt.owner,
+            tokens=[*prompt.tokens, *completion],
+            table=table,
+            stored_tokens=table.hit_tokens,
+            resume_tokens=table.hit_tokens,
+            choice_index=choice,
+            history=prompt.owner.new_history(completion),
+        )
+        capacity_tokens = self._batcher.fork(
+            prompt.key,
+            sequence.key,
+            num_tokens=len(sequence.tokens),
+            num_saved=table.hit_tokens,
+        )
+        self._enter(sequence)
+        if capacity_tokens is not None:
+            sequence.kv = prompt.kv.fork()
+            sequence.kv.reserve(capacity_tokens)
+
+    def _draw(
+        self,
+        state: RequestState,
+        choice: int,
+        row_V: Float32s,
+        position: int,
+        history: TokenHistory | None,
+    ) -> TokenEvent:
+        """Draw the token at `position` and tell; the event is returned, too."""
+        draw = self._sampler.draw(
+            row_V,
+            state.request.sampling,
+            choice_index=choice,
+            position=position,
+            history=history,
+        )
+        event = TokenEvent(
+            request_id=state.request.request_id,
+            choice_index=choice,
+            token_id=draw.token_id,
+            logprobs=draw.logprobs,
+            finish_reason=state.finish_reason(draw.token_id, position + 1),
+        )
+        self._events.append(event)
+        return event
+
+    # ------------------------------------------------------------ ends
+
+    def _close_choice(self, state: RequestState, choice: int) -> None:
+        state.open_choices.remove(choice)
+        if not state.open_choices:
+            self._end(state)
+            return
+        for sequence in tuple(state.sequences.values()):
+            if sequence.choice_index == choice:
+                self._drop(sequence)
+
+    def _guard(self, key: int, work: Callable[[SequenceState], None]) -> None:
+        """Do a sequence's work, unless its request has ended; if that fails, the request ends."""
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return
+        try:
+            work(sequence)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is this request's alone
+            self._fail(sequence.owner, error)
+
+    def _fail(self, state: RequestState, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        if state.request.request_id in self._requests:
+            get_logger().error(
+                "request.failed",
+                request_id=state.request.request_id,
+                error=text,
+                exc_info=error,
+            )
+        self._end(state, text)
+
+    def _end(self, state: RequestState, error: str | None = None) -> None:
+        """Let everything go, then tell; a request that has ended is left alone."""
+        if self._requests.pop(state.request.request_id, None) is None:
+            return
+        for sequence in tuple(state.sequences.values()):
+            self._drop(sequence)
+        self._events.append(
+            RequestEnded(
+                request_id=state.request.request_id,
+                num_tokens_computed=state.num_prompt_done - state.num_prompt_ready,
+                error=error,
+            )
+        )
+
+    def _drop(self, sequence: SequenceState) -> None:
+        del self._sequences[sequence.key], sequence.owner.sequences[sequence.key]
+        self._batcher.remove(sequence.key)
+        sequence.kv = None
+        sequence.table.release()

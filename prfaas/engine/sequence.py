@@ -1,0 +1,135 @@
+"""What the engine knows of a running request: its sequences, their tokens and their KV."""
+
+from dataclasses import dataclass, field
+
+from prfaas.cache.prefix import BlockTable, PrefixCache
+from prfaas.engine.kv import SequenceKv
+from prfaas.engine.sampler import TokenHistory, uses_history
+from prfaas.engine.submission import Submission
+from prfaas.errors import BadRequest
+from prfaas.types import FinishReason, Request
+
+
+def check_submission(submission: Submission, *, vocab_size: int, max_context_tokens: int) -> None:
+    """Raise BadRequest for what the client must change."""
+    request, sampling = submission.request, submission.request.sampling
+    num_prompt = len(request.prompt_tokens)
+    if not num_prompt:
+        raise BadRequest("the prompt is empty", param="prompt")
+    if num_prompt >= max_context_tokens:
+        raise BadRequest(
+            f"the prompt has {num_prompt} tokens; the context takes {max_context_tokens}, "
+            "with at least one to answer",
+            code="context_length_exceeded",
+        )
+    if not (min(request.prompt_tokens) >= 0 and max(request.prompt_tokens) < vocab_size):
+        raise BadRequest(f"a prompt token is outside 0..{vocab_size - 1}", param="prompt")
+    if any(not 0 <= token < vocab_size for token, _ in sampling.logit_bias):
+        raise BadRequest(f"a token is outside 0..{vocab_size - 1}", param="logit_bias")
+    if sampling.max_tokens < 1:
+        raise BadRequest(f"max_tokens = {sampling.max_tokens} is less than 1", param="max_tokens")
+    if request.num_choices < 1:
+        raise BadRequest(f"n = {request.num_choices} is less than 1", param="n")
+    assert len(submission.forced_tokens) in {0, request.num_choices}
+    assert not (submission.prefill_only and any(submission.forced_tokens))
+    assert submission.prefill_only or submission.sink is None
+    assert submission.table.num_tokens <= num_prompt
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SequenceState:
+    """One line of tokens: a choice, or before its end the prompt that all choices share."""
+
+    key: int
+    """The batcher's name for it."""
+    owner: "RequestState"
+    tokens: list[int]
+    """Prompt, then what was drawn; all but the last have their KV once it decodes."""
+    table: BlockTable
+    """This sequence has one hold on it."""
+    stored_tokens: int
+    """While it has no working copy: tokens whose KV the pages hold."""
+    resume_tokens: int
+    """While it has no working copy: tokens to go on from, at most those stored."""
+    choice_index: int | None = None
+    """None is the prompt."""
+    history: TokenHistory | None = None
+    """Kept only for requests with penalties."""
+    kv: SequenceKv | None = None
+    last_key: bytes | None = None
+    """The key of the last block that `extend_keys` gave to the table."""
+
+    @property
+    def is_choice(self) -> bool:
+        """False while it is the prompt of all choices."""
+        return self.choice_index is not None
+
+    def extend_keys(self, cache: PrefixCache, num_tokens: int) -> None:
+        """Give the table the keys of all whole blocks within the first `num_tokens` tokens."""
+        block_tokens = cache.layout.block_tokens
+        known, wanted = self.table.num_keys, num_tokens // block_tokens
+        if wanted <= known:
+            return
+        salt = self.owner.request.cache_salt
+        if self.last_key is None:
+            keys = cache.block_keys(self.tokens[: wanted * block_tokens], salt)[known:]
+        else:
+            new_tokens = self.tokens[known * block_tokens : wanted * block_tokens]
+            keys = cache.block_keys(new_tokens, salt, after=self.last_key)
+        self.last_key = keys[-1]
+        self.table.extend_keys(keys)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestState:
+    """One submission between `submit` and its RequestEnded."""
+
+    submission: Submission
+    max_total_tokens: int
+    """Prompt plus completion, by max_tokens and the context limit."""
+    open_choices: list[int]
+    """Choices that have not finished, in order."""
+    num_prompt_ready: int = 0
+    """Prompt tokens that came as pages and are not computed again."""
+    num_prompt_done: int = 0
+    """Prompt tokens whose KV there is or has been."""
+    sequences: dict[int, SequenceState] = field(default_factory=dict)
+    """By key: the prompt alone, later one for each open choice."""
+    failure: Exception | None = None
+    """What went wrong in the running step; ends the request after it."""
+
+    @property
+    def request(self) -> Request:
+        """What was asked."""
+        return self.submission.request
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.submission.request.prompt_tokens)
+
+    @property
+    def needs_first_logits(self) -> bool:
+        """Whether anything is drawn from, or wants, the logits after the prompt."""
+        drawn_by_others = all(self.forced(choice) for choice in self.open_choices)
+        return self.submission.return_logits or not drawn_by_others
+
+    def forced(self, choice_index: int) -> tuple[int, ...]:
+        """Return the tokens of a choice that were drawn elsewhere."""
+        forced = self.submission.forced_tokens
+        return forced[choice_index] if forced else ()
+
+    def finish_reason(self, last_token: int, num_tokens: int) -> FinishReason | None:
+        """Return why a choice ends with `last_token` as its token number `num_tokens`, if so."""
+        if last_token in self.request.sampling.stop_token_ids:
+            return "stop"
+        return "length" if num_tokens >= self.max_total_tokens else None
+
+    def new_history(self, completion: tuple[int, ...]) -> TokenHistory | None:
+        """Return the history of a choice, or None if its parameters need none."""
+        if not uses_history(self.request.sampling):
+            return None
+        history = TokenHistory(self.request.prompt_tokens)
+        for token in completion:
+            history.append(token)
+        return history
