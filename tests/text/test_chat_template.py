@@ -226,3 +226,11 @@ def test_the_fingerprint_tells_templates_apart() -> None:
     prints = {ChatTemplate(source).fingerprint for source in (None, "", CHATML, CHATML + " ")}
     assert len(prints) == 4
     assert ChatTemplate(CHATML).fingerprint == ChatTemplate(CHATML).fingerprint
+
+
+def test_the_text_of_a_conversation_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prfaas.text.chat_template.MAX_RENDERED_CHARACTERS", 1000)
+    template = ChatTemplate("{% for m in messages %}{{ m.content * 10 }}{% endfor %}")
+    assert len(template.render([user("a" * 99)])) == 990
+    with pytest.raises(BadRequest, match=r"messages\[1\].*over 1000 characters"):
+        template.render([user("a" * 99), user("aa")])
