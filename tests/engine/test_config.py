@@ -147,9 +147,7 @@ def test_qwen3_windows_start_at_max_window_layers() -> None:
         ("gemma3", "use_bidirectional_attention", True),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(
-    family: Family, field: str, value: object
-) -> None:
+def test_what_is_not_computed_is_refused_by_name(family: Family, field: str, value: object) -> None:
     named = {"num_key_value_heads": "key-value heads", "layer_types": "layer"}.get(field, field)
     named = "rope type 'yarn'" if field == "rope_scaling" else named
     with pytest.raises(ConfigError, match=named):

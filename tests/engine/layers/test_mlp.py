@@ -1,0 +1,53 @@
+"""Activations against torch's, and rows that do not depend on their neighbours."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from prfaas.engine.layers.mlp import SLAB_ROWS, GatedMlp, gelu_tanh_, silu_
+from prfaas.engine.linear import ROW_MULTIPLE
+
+
+def reference_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = [(gelu_tanh_, reference_gelu), (silu_, F.silu)]
+EXTREMES = [-1e4, -100.0, -20.0, -1e-3, -0.0, 0.0, 1e-30, 1e-3, 20.0, 100.0, 1e4]
+
+
+@pytest.mark.parametrize(("ours", "reference"), ACTIVATIONS)
+def test_activations_equal_torchs(
+    ours: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tensor]
+) -> None:
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor(EXTREMES)])
+    expected = reference(x.double())
+    torch.testing.assert_close(ours(x.clone()).double(), expected, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize(("ours", "_"), ACTIVATIONS)
+def test_an_element_does_not_depend_on_its_place(
+    ours: Callable[[Tensor], Tensor], _: object
+) -> None:
+    x = torch.randn(5000) * 3
+    whole = ours(x.clone())
+    for start in range(40):
+        for count in (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 100, 1001):
+            piece = slice(start, start + count)
+            assert torch.equal(ours(x[piece].clone()), whole[piece])
+
+
+def test_slabs_do_not_change_rows() -> None:
+    gate_up, down = torch.randn(2 * 96, 32) * 0.2, torch.randn(32, 96) * 0.1
+    mlp = GatedMlp(lambda x: x @ gate_up.T, lambda x: x @ down.T, "silu", 96)
+    x = torch.randn(2 * SLAB_ROWS + 24, 32)
+    gate, up = (x.double() @ gate_up.T.double()).chunk(2, dim=-1)
+    expected = (F.silu(gate) * up) @ down.T.double()
+    torch.testing.assert_close(mlp(x).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_slabs_are_whole_bands_of_every_packing() -> None:
+    assert all(SLAB_ROWS % multiple == 0 for multiple in ROW_MULTIPLE.values())

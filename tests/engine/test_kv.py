@@ -1,0 +1,191 @@
+"""Working copies of KV: what goes out comes back, and windows keep what is still seen."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas.cache.spec import needed_blocks
+from prfaas.engine.config import GqaSpec, ModelConfig, kv_groups
+from prfaas.engine.kv import SequenceKv, capacity_bytes
+from prfaas.engine.layers.attention import KEY_BLOCK
+from prfaas.engine.rope_spec import RopeSpec
+from tests.tiny_models import tiny_config
+
+BLOCK_TOKENS = 16
+HEADS, HEAD_DIM = 2, 8
+
+
+def spec(window_tokens: int | None) -> GqaSpec:
+    return GqaSpec(
+        num_heads=4,
+        num_kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+        scale=1.0,
+        rope=RopeSpec(theta=1e4),
+        window_tokens=window_tokens,
+    )
+
+
+FULL, WINDOW = 0, 1
+LAYERS = (spec(None), spec(20))
+
+
+def new_kv(capacity_tokens: int = 6000) -> SequenceKv:
+    return SequenceKv(LAYERS, capacity_tokens=capacity_tokens, block_tokens=BLOCK_TOKENS)
+
+
+def values(start: int, stop: int) -> torch.Tensor:
+    """K or V that says its own position, head and dimension."""
+    position = torch.arange(start, stop, dtype=torch.float32)[:, None, None] * 1000
+    return position + torch.arange(HEADS * HEAD_DIM).view(HEADS, HEAD_DIM)
+
+
+def write(kv: SequenceKv, stop: int) -> None:
+    for layer in kv.layers:
+        layer.write(kv.num_tokens, values(kv.num_tokens, stop), -values(kv.num_tokens, stop))
+    kv.num_tokens = stop
+
+
+def filled(*stops: int) -> SequenceKv:
+    kv = new_kv()
+    for stop in stops:
+        write(kv, stop)
+    return kv
+
+
+def export(kv: SequenceKv, layer: int, block: int, num_tokens: int) -> bytes:
+    out = bytearray(num_tokens * LAYERS[layer].values_per_token * 4)
+    kv.export_block(layer, block, num_tokens, memoryview(out))
+    return bytes(out)
+
+
+def expected_page(block: int, num_tokens: int) -> bytes:
+    k = values(block * BLOCK_TOKENS, block * BLOCK_TOKENS + num_tokens).transpose(0, 1)
+    return torch.stack([k, -k]).contiguous().numpy().tobytes()
+
+
+def needed(layer: int, num_tokens: int) -> list[tuple[int, int]]:
+    """(block, tokens in it) that the cache asks for at `num_tokens`."""
+    config = ModelConfig.from_hf(
+        tiny_config("gemma3") | {"sliding_window": LAYERS[WINDOW].window_tokens}
+    )
+    group = kv_groups(config, BLOCK_TOKENS).groups[layer]
+    return [
+        (block, min(BLOCK_TOKENS, num_tokens - block * BLOCK_TOKENS))
+        for block in needed_blocks(group, num_tokens, BLOCK_TOKENS)
+    ]
+
+
+stops_strategy = st.lists(st.integers(1, 5000), min_size=1, max_size=8, unique=True).map(sorted)
+
+
+@given(stops=stops_strategy)
+@settings(max_examples=60, deadline=None)
+def test_every_block_the_cache_needs_can_be_exported(stops: list[int]) -> None:
+    kv = filled(*stops)
+    for layer in (FULL, WINDOW):
+        for block, num_tokens in needed(layer, stops[-1]):
+            assert export(kv, layer, block, num_tokens) == expected_page(block, num_tokens)
+
+
+@given(stops=stops_strategy)
+@settings(max_examples=60, deadline=None)
+def test_a_block_can_be_exported_as_soon_as_it_is_written(stops: list[int]) -> None:
+    kv = new_kv()
+    for start, stop in pairwise([0, *stops]):
+        write(kv, stop)
+        for block in range(start // BLOCK_TOKENS, stop // BLOCK_TOKENS):
+            assert export(kv, WINDOW, block, BLOCK_TOKENS) == expected_page(block, BLOCK_TOKENS)
+
+
+@given(stops=stops_strategy, more=st.integers(1, 300), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_import_undoes_export_in_any_order(
+    stops: list[int], more: int, data: st.DataObject
+) -> None:
+    num_tokens = stops[-1]
+    source, target = filled(*stops), new_kv()
+    for layer in (FULL, WINDOW):
+        for block, count in data.draw(st.permutations(needed(layer, num_tokens))):
+            page = export(source, layer, block, count)
+            target.import_block(layer, block, count, memoryview(page))
+    target.set_num_tokens(num_tokens)
+    for layer in (FULL, WINDOW):
+        for block, count in needed(layer, num_tokens):
+            assert export(target, layer, block, count) == expected_page(block, count)
+    write(target, num_tokens + more)
+    for layer in (FULL, WINDOW):
+        for block, count in needed(layer, num_tokens + more):
+            assert export(target, layer, block, count) == expected_page(block, count)
+
+
+@given(stops=stops_strategy)
+@settings(max_examples=60, deadline=None)
+def test_no_visible_value_is_uninitialised(stops: list[int]) -> None:
+    kv = new_kv(stops[-1])
+    for layer in kv.layers:
+        layer.kv_2HCK.fill_(float("nan"))
+    for stop in stops:
+        write(kv, stop)
+    for layer in kv.layers:
+        block_end = -(-kv.num_tokens // KEY_BLOCK) * KEY_BLOCK - layer.base_tokens
+        assert layer.base_tokens % KEY_BLOCK == 0
+        assert layer.kv_2HCK[:, :, :block_end].isfinite().all()
+
+
+def test_no_visible_value_is_uninitialised_after_an_import() -> None:
+    source, target = filled(1000), new_kv()
+    target.layers[WINDOW].kv_2HCK.fill_(float("nan"))
+    for block, count in needed(WINDOW, 1000):
+        page = export(source, WINDOW, block, count)
+        target.import_block(WINDOW, block, count, memoryview(page))
+    layer = target.layers[WINDOW]
+    assert layer.kv_2HCK[:, :, : 1024 - layer.base_tokens].isfinite().all()
+
+
+def test_window_layers_stay_small() -> None:
+    kv = filled(*range(100, 5001, 100))
+    assert kv.layers[WINDOW].kv_2HCK.shape[2] < 1500
+    assert kv.layers[FULL].kv_2HCK.shape[2] >= 5000
+    assert kv.nbytes == capacity_bytes(LAYERS, 6000)
+
+
+def test_a_fork_goes_its_own_way() -> None:
+    kv = filled(40)
+    other = kv.fork()
+    write(other, 60)
+    assert kv.num_tokens == 40
+    for layer in kv.layers:
+        layer.write(40, values(0, 1), values(0, 1))
+    for layer_index in (FULL, WINDOW):
+        assert export(other, layer_index, 2, BLOCK_TOKENS) == expected_page(2, BLOCK_TOKENS)
+        assert export(other, layer_index, 1, BLOCK_TOKENS) == expected_page(1, BLOCK_TOKENS)
+
+
+def test_a_sequence_can_go_back() -> None:
+    kv = filled(50)
+    kv.set_num_tokens(33)
+    with pytest.raises(ValueError, match=r"tokens 48\.\.50"):
+        export(kv, FULL, 3, 2)
+    write(kv, 50)
+    assert export(kv, FULL, 2, BLOCK_TOKENS) == expected_page(2, BLOCK_TOKENS)
+
+
+def test_what_is_not_there_is_an_error() -> None:
+    kv = filled(300, 3000)
+    with pytest.raises(ValueError, match=r"tokens 0\.\.16"):
+        export(kv, WINDOW, 0, BLOCK_TOKENS)
+    with pytest.raises(ValueError, match="before the first kept"):
+        page = memoryview(expected_page(0, BLOCK_TOKENS))
+        kv.import_block(WINDOW, 0, BLOCK_TOKENS, page)
+    with pytest.raises(ValueError, match="going on at 4000"):
+        kv.set_num_tokens(4000)
+    with pytest.raises(ValueError, match="going on at 50"):
+        kv.set_num_tokens(50)
+    with pytest.raises(ValueError, match="a page of 3 bytes"):
+        kv.export_block(FULL, 0, 1, memoryview(bytearray(3)))
+    with pytest.raises(ValueError, match="in a sequence of"):
+        write(kv, 7000)

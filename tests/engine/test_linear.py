@@ -1,0 +1,73 @@
+"""Packed linear layers: right, and with rows that depend on nothing but themselves."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from prfaas.engine.linear import ROW_MULTIPLE, SHARD_OUTPUTS, Packing, is_available, pack
+
+PACKINGS: tuple[Packing, ...] = ("fbgemm-fp16", "onednn-f32", "padded-f32")
+SHAPES = [(640, 1536), (1024, 640), (64, 512), (96, 20)]
+
+
+@pytest.fixture(params=PACKINGS)
+def packing(request: pytest.FixtureRequest) -> Packing:
+    name: Packing = request.param
+    if not is_available(name):
+        pytest.skip(f"this build of torch does not compute {name}")
+    return name
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
+def test_a_packed_layer_computes_the_product(
+    packing: Packing, num_inputs: int, num_outputs: int
+) -> None:
+    weight = torch.randn(num_outputs, num_inputs) * 0.05
+    rows = torch.randn(4 * ROW_MULTIPLE[packing], num_inputs)
+    exact = weight.half().double() if packing == "fbgemm-fp16" else weight.double()
+    expected = F.linear(rows.double(), exact)
+    torch.testing.assert_close(pack(weight, packing)(rows).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_of_several_shards_equals_its_rows_packed_alone() -> None:
+    if not is_available("fbgemm-fp16"):
+        pytest.skip("this build of torch has no fbgemm")
+    weight = torch.randn(2 * SHARD_OUTPUTS + 7, 64)
+    rows = torch.randn(6, 64)
+    whole = pack(weight, "fbgemm-fp16")(rows)
+    tail = pack(weight[2 * SHARD_OUTPUTS :], "fbgemm-fp16")(rows)
+    assert torch.equal(whole[:, 2 * SHARD_OUTPUTS :], tail)
+    torch.testing.assert_close(whole, rows @ weight.T, rtol=0.01, atol=0.05)
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("packing_name", PACKINGS)
+def test_rows_do_not_depend_on_their_neighbours(packing_name: Packing, data: st.DataObject) -> None:
+    if not is_available(packing_name):
+        pytest.skip(f"this build of torch does not compute {packing_name}")
+    num_inputs, num_outputs = data.draw(st.sampled_from(SHAPES))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
+    linear = pack(torch.randn(num_outputs, num_inputs, generator=generator), packing_name)
+    multiple = ROW_MULTIPLE[packing_name]
+    num_bands = data.draw(st.integers(2, 40))
+    rows = torch.randn(num_bands * multiple, num_inputs, generator=generator)
+    cuts = sorted(data.draw(st.sets(st.integers(1, num_bands - 1), max_size=4)))
+    whole = linear(rows)
+    for start, stop in pairwise([0, *cuts, num_bands]):
+        piece = slice(start * multiple, stop * multiple)
+        assert torch.equal(linear(rows[piece].clone()), whole[piece])
+
+
+def test_a_packing_that_torch_does_not_know_is_not_available(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no engine")
+
+    monkeypatch.setattr(torch.ops.quantized, "linear_prepack_fp16", refuse)
+    assert not is_available("fbgemm-fp16")

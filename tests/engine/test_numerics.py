@@ -1,0 +1,89 @@
+"""The start-up self-test: it passes here, names what is broken, and does not depend on threads."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from prfaas.engine import linear
+from prfaas.engine.linear import Packing
+from prfaas.engine.loader import load_model
+from prfaas.engine.numerics import InexactKernelsError, candidate_packings, self_test
+from prfaas.errors import ConfigError
+from tests.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), "gemma3")
+
+
+def spoil(y_MN: Tensor) -> Tensor:
+    """What a kernel does that computes the last row of a batch in another order."""
+    y_MN[-1] *= 1.0000002
+    return y_MN
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_hash_does_not_depend_on_threads(
+    model_dir: Path, dtype: Literal["float16", "float32"]
+) -> None:
+    model = load_model(model_dir, dtype=dtype)
+    alone = self_test(model)
+    torch.set_num_threads(2)
+    try:
+        assert self_test(model) == alone
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_the_fingerprint_names_what_decides_the_bits(model_dir: Path) -> None:
+    model = load_model(model_dir, dtype="float32")
+    words = model.numerics_fingerprint.split()
+    assert words[0].endswith(torch.backends.cpu.get_cpu_capability())
+    assert words[1] == f"torch-{torch.__version__}"
+    assert model.packing in words[2]
+    assert words[-1] == f"test-{self_test(model)[:16]}"
+
+
+def test_other_weights_have_another_hash(model_dir: Path, tmp_path: Path) -> None:
+    other = load_model(write_tiny_model(tmp_path, "gemma3", seed=1), dtype="float32")
+    assert self_test(other) != self_test(load_model(model_dir, dtype="float32"))
+
+
+def test_a_packing_that_is_not_exact_is_passed_over(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = candidate_packings("float16")[:2]
+    broken = {first}
+    monkeypatch.setattr("prfaas.engine.loader.pack", packing_that_breaks(broken))
+    assert load_model(model_dir, dtype="float16").packing == second
+
+
+def test_a_machine_without_an_exact_packing_is_refused(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = set(candidate_packings("float32"))
+    monkeypatch.setattr("prfaas.engine.loader.pack", packing_that_breaks(broken))
+    with pytest.raises(ConfigError, match=r"no weight packing is exact.*layer 0"):
+        load_model(model_dir, dtype="float32")
+
+
+def test_a_head_that_is_not_exact_is_found(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(model_dir, dtype="float32")
+    exact = model.lm_head
+    monkeypatch.setattr(model, "lm_head", lambda x_MK: spoil(exact(x_MK)))
+    with pytest.raises(InexactKernelsError, match="the head"):
+        self_test(model)
+
+
+def packing_that_breaks(broken: set[Packing]) -> object:
+    def pack(weight_NK: Tensor, packing: Packing) -> linear.Linear:
+        exact = linear.pack(weight_NK, packing)
+        return (lambda x_MK: spoil(exact(x_MK))) if packing in broken else exact
+
+    return pack
