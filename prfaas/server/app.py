@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from prfaas import __version__
 from prfaas.clock import Clock, monotonic_s, wall_s
@@ -138,6 +139,7 @@ async def _run(
                 await node.start(tasks)
                 app = face.node_app(node)
                 await listener.show(app)
+                face.start_serving(node)
                 log.info("node.ready", role=node.role)
                 if on_ready is not None:
                     on_ready(node, route_names(app))
@@ -189,15 +191,16 @@ class Face:
             _, reason = self._lifecycle.readiness()
             return error_response(Overloaded(f"not ready: {reason}", retry_after_s=5.0))
 
-        async def end_connection(_request: web.Request, response: web.StreamResponse) -> None:
+        @web.middleware
+        async def end_connection(request: web.Request, handler: Handler) -> web.StreamResponse:
+            response = await handler(request)
             response.force_close()
+            return response
 
-        app = self._app([web.route("*", "/{path:.*}", not_yet)])
-        app.on_response_prepare.append(end_connection)
-        return app
+        return self._app([web.route("*", "/{path:.*}", not_yet)], end_connection)
 
     def node_app(self, node: ServingNode | RoutedNode) -> web.Application:
-        """Return what is served with `node`, and let requests in from now on."""
+        """Return what is served with `node`."""
         if self._config.role == "pd":
             routes = self._handlers(cast("ServingNode", node)).routes()
         else:
@@ -205,14 +208,19 @@ class Face:
                 *cast("RoutedNode", node).routes(),
                 web.route("*", "/v1/{path:.*}", self._wrong_role),
             ]
-        app = self._app(routes)
+        return self._app(routes)
+
+    def start_serving(self, node: Node) -> None:
+        """Let requests in from now on; its application must be shown already."""
         self._metrics.watch(node.load)
         self._lifecycle.start_serving(lambda: node.is_ready)
-        return app
 
-    def _app(self, routes: Iterable[web.AbstractRouteDef]) -> web.Application:
+    def _app(
+        self, routes: Iterable[web.AbstractRouteDef], *outermost: Middleware
+    ) -> web.Application:
         options = self._config.http
         middlewares = [
+            *outermost,
             tracking,
             counting(self._metrics),
             answering_errors(draw_request_id),

@@ -83,6 +83,7 @@ async def running(node: FakeNode | None = None, **http: Any) -> AsyncIterator[Ht
     with Face(config, lifecycle, metrics) as face:
         async with Listener(listening, config.http) as listener, aiohttp.ClientSession() as session:
             await listener.show(face.node_app(node))
+            face.start_serving(node)
             yield HttpFace(
                 node=node,
                 lifecycle=lifecycle,
