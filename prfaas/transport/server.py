@@ -159,7 +159,8 @@ class _Handlers:
             return  # gone, or pipelined behind an answer that is not sent yet
         sock = _take_socket(transport)
         try:
-            request.protocol.force_close()
+            # Not force_close(): it closes the transport, which cancels this handler where the server
+            # runs with handler_cancellation.
             await serve_stream(sock, transfer, self._lease_s, self._service.count_sent)
         finally:
             sock.close()
