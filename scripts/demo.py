@@ -123,8 +123,9 @@ def run(options: argparse.Namespace) -> None:
     fetch_model(options.model)
     with nodes(options) as (prefill, pd):
         wait_ready((prefill, pd))
-        requests = [ask(pd, name, messages) for name, messages in conversations()]
-        results.print(f"\nTry it:\n{curl_line(pd.url)}", soft_wrap=True)
+        model = served_model(pd)
+        requests = [ask(pd, model, name, messages) for name, messages in conversations()]
+        results.print(f"\nTry it:\n{curl_line(pd, model)}", soft_wrap=True)
         if options.json:
             print(json.dumps({"requests": requests}), flush=True)
         if not options.once:
@@ -168,12 +169,19 @@ def nodes(options: argparse.Namespace) -> Iterator[tuple[NodeProcess, NodeProces
     logs = Path(tempfile.mkdtemp(prefix="prfaas-demo-"))
     common = ("--model", options.model, "--threads", str(threads))
     peer = f"{HOST}:{options.prefill_port}"
-    with ExitStack() as running:
-        prefill = start(
-            running, "prefill", options.prefill_port, logs, ("--role", "prefill", *common)
-        )
-        pd = start(running, "pd", options.port, logs, ("--role", "pd", "--peer", peer, *common))
-        yield prefill, pd
+    try:
+        with ExitStack() as running:
+            prefill = start(
+                running, "prefill", options.prefill_port, logs, ("--role", "prefill", *common)
+            )
+            pd = start(running, "pd", options.port, logs, ("--role", "pd", "--peer", peer, *common))
+            yield prefill, pd
+    except DemoError:
+        notes.print(f"logs are in {logs}", soft_wrap=True)
+        raise
+    except BaseException:
+        shutil.rmtree(logs)
+        raise
     shutil.rmtree(logs)
 
 
@@ -228,9 +236,16 @@ def conversations() -> Iterator[tuple[str, list[dict[str, str]]]]:
     yield "long", [{"role": "system", "content": text}, {"role": "user", "content": question}]
 
 
-def ask(node: NodeProcess, name: str, messages: list[dict[str, str]]) -> dict[str, Any]:
+def served_model(node: NodeProcess) -> str:
+    """Return what clients call the node's model."""
+    with urllib.request.urlopen(f"{node.url}/v1/models", timeout=5) as answer:  # noqa: S310
+        name: str = json.load(answer)["data"][0]["id"]
+    return name
+
+
+def ask(node: NodeProcess, model: str, name: str, messages: list[dict[str, str]]) -> dict[str, Any]:
     """Send one chat prompt with curl, show the answer and its story, and return the story."""
-    settings = {"max_tokens": 48, "temperature": 0, "stop": ["\n"]}
+    settings = {"model": model, "max_tokens": 48, "temperature": 0, "stop": ["\n"]}
     body = json.dumps({"messages": messages, **settings})
     command = ["curl", "--silent", "--show-error", "--max-time", "900", "--data-binary", "@-"]
     command += ["--header", "Content-Type: application/json", f"{node.url}/v1/chat/completions"]
@@ -272,9 +287,10 @@ def show(name: str, question: str, story: dict[str, Any]) -> None:
     results.print(Panel(table, title=f"{name} prompt", title_align="left"))
 
 
-def curl_line(url: str) -> str:
-    body = json.dumps({"messages": [{"role": "user", "content": "Who wrote Hamlet?"}]})
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+def curl_line(node: NodeProcess, model: str) -> str:
+    question = [{"role": "user", "content": "Who wrote Hamlet?"}]
+    body = json.dumps({"model": model, "messages": question})
+    return f"curl {node.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ def chat(url: str, system: str | None, max_tokens: int, temperature: float) -> N
     """
     if not url.startswith(("http://", "https://")):
         raise click.BadParameter(f"{url!r} is no http:// or https:// address", param_hint="--url")
-    from prfaas.cli.conversation import print_answer  # urllib takes a tenth of a second
+    from prfaas.cli.conversation import print_answer, served_model  # urllib is slow to import
 
+    settings = {"model": served_model(url), "max_tokens": max_tokens, "temperature": temperature}
     conversation = [{"role": "system", "content": system}] if system else []
     while line := _read_line():
         conversation.append({"role": "user", "content": line})
-        settings = {"max_tokens": max_tokens, "temperature": temperature}
         answer, story = print_answer(url, {"messages": conversation, **settings})
         conversation.append({"role": "assistant", "content": answer})
         click.secho(story, dim=True, err=True)

@@ -5,7 +5,8 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import IO, Any
 
 import click
 
@@ -42,16 +43,33 @@ def describe(usage: dict[str, Any]) -> str:
     )
 
 
+def served_model(url: str) -> str:
+    """Return the name of the model that the node serves.
+
+    Raises:
+        PrfaasError: there is no node, or it refuses.
+    """
+    with _opened(url, "/v1/models", None) as answer:
+        name: str = json.load(answer)["data"][0]["id"]
+    return name
+
+
 def _events(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    with _opened(url, "/v1/chat/completions", json.dumps(body).encode()) as answer:
+        yield from parse_events(answer)
+
+
+@contextmanager
+def _opened(url: str, path: str, body: bytes | None) -> Iterator[IO[bytes]]:
+    """Open an answer of the node; its refusals and the network's raise PrfaasError."""
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("PRFAAS_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(  # noqa: S310 - the scheme is checked where --url is read
-        f"{url.rstrip('/')}/v1/chat/completions", json.dumps(body).encode(), headers
-    )
+    # The scheme was checked where --url is read.
+    request = urllib.request.Request(f"{url.rstrip('/')}{path}", body, headers)  # noqa: S310
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
-            yield from parse_events(answer)
+            yield answer
     except urllib.error.HTTPError as error:
         with error:
             raise PrfaasError(f"{url}: {_refusal(error.read(), error.reason)}") from None

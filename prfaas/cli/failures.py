@@ -7,20 +7,22 @@ import click
 
 from prfaas.errors import ConfigError, PrfaasError
 
-STATUS_FAILED = 1
-STATUS_MISUSED = 2
-
 
 class Failure(click.ClickException):
-    """The end of a command: one line, no traceback."""
+    """The end of a command: one line, no traceback, status 1."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
-        self.exit_code = status
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the line."""
         click.echo(f"prfaas: {self.message}", file=file or sys.stderr)
+
+
+class Misuse(Failure):
+    """The operator must change something: status 2, as for a wrong flag."""
+
+    exit_code = 2
 
 
 class FailingGroup(click.Group):
@@ -31,6 +33,6 @@ class FailingGroup(click.Group):
         try:
             return super().invoke(ctx)
         except ConfigError as error:
-            raise Failure(str(error), STATUS_MISUSED) from error
+            raise Misuse(str(error)) from error
         except PrfaasError as error:
-            raise Failure(str(error), STATUS_FAILED) from error
+            raise Failure(str(error)) from error

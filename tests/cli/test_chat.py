@@ -48,10 +48,16 @@ def node(
     remaining = list(answers)
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            keys.append(self.headers["Authorization"])
+            self.answer(200, b'{"data": [{"id": "tiny"}]}')
+
         def do_POST(self) -> None:
             bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             keys.append(self.headers["Authorization"])
-            status, body = remaining.pop(0)
+            self.answer(*remaining.pop(0))
+
+        def answer(self, status: int, body: bytes) -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -87,7 +93,8 @@ def test_a_conversation_grows_by_each_answer():
     assert result.exit_code == 0
     assert "Paris.\n" in result.stdout
     assert "remote: long; 9 prompt tokens: 1 reused, 0 computed here, 8 remotely" in result.stderr
-    assert keys == [None, None]
+    assert keys == [None, None, None]
+    assert {body["model"] for body in bodies} == {"tiny"}
     assert [message["content"] for message in bodies[1]["messages"]] == [
         "Be brief.",
         "France?",
@@ -99,7 +106,7 @@ def test_a_conversation_grows_by_each_answer():
 def test_the_key_of_the_environment_is_shown_to_the_node():
     with node((200, sse(delta("x"), {"choices": [], "usage": USAGE}))) as (url, _, keys):
         chat(url, "q\n", PRFAAS_API_KEY="sesame")
-    assert keys == ["Bearer sesame"]
+    assert keys == ["Bearer sesame", "Bearer sesame"]
 
 
 @pytest.mark.parametrize(

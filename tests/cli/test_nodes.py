@@ -50,7 +50,12 @@ def ask(node: NodeProcess, prompt: str) -> tuple[str, dict[str, Any]]:
     """Return the greedy answer and its story."""
     status, answer = node.post(
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": prompt}], "max_tokens": 8, "temperature": 0},
+        {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": 8,
+            "temperature": 0,
+        },
     )
     assert status == 200, answer
     return answer["choices"][0]["message"]["content"], answer["usage"]["prfaas"]
@@ -95,8 +100,7 @@ def test_a_dead_peer_costs_no_answer(directory):
         assert story["reason"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-@pytest.mark.parametrize("role", ["pd", "prefill"])
+@pytest.mark.parametrize(("role", "number"), [("pd", signal.SIGTERM), ("prefill", signal.SIGINT)])
 def test_a_signal_ends_a_node_with_status_0(role, number, directory):
     with running_node(directory, "--role", role, "--model", str(directory / "tiny")) as node:
         node.wait_ready()
