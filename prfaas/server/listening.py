@@ -13,7 +13,8 @@ from prfaas.server.connection import Connection
 BACKLOG = 512
 IDLE_TIMEOUT_S = 75.0
 """Longer than the idle time of the usual proxies, so that it is they who close."""
-CLEANUP_TIMEOUT_S = 2.0
+CLEANUP_TIMEOUT_S = 0.5
+"""For handlers that a drain and a closed node have not ended: aiohttp waits this twice, then cuts."""
 MAX_PORT = 65535
 
 

@@ -226,14 +226,17 @@ async def test_a_drain_refuses_the_new_and_finishes_the_running():
     assert node.num_aborted == 0
 
 
+class ClosingNode(FakeNode):
+    """Ends what runs when it is closed, as a real one does."""
+
+    async def close(self) -> None:
+        self.fail_at = (self.hold_at or 0, EngineError("the node is closing"))
+        self.release.set()
+        await super().close()
+
+
 @pytest.mark.parametrize("by", ["second signal", "time-out"])
 async def test_a_drain_that_is_cut_short_ends_streams_with_an_error_event(by):
-    class ClosingNode(FakeNode):
-        async def close(self) -> None:
-            self.fail_at = (2, EngineError("the node is closing"))
-            self.release.set()
-            await super().close()
-
     node = ClosingNode()
     node.hold_at = 2
 
@@ -368,13 +371,13 @@ PROCESS = """
 import asyncio, sys
 import uvloop
 sys.path.insert(0, {root!r})
-from tests.server.test_app import config_on
-from tests.server.fake_node import FakeNode, byte_ids
+from tests.server.test_app import ClosingNode, config_on
+from tests.server.fake_node import byte_ids
 from prfaas.server.app import serve
 
 async def main():
-    node = FakeNode(lambda request: [byte_ids("x" * 50)])
-    node.hold_at = 5 if "hold" in sys.argv else None
+    node = ClosingNode(lambda request: [byte_ids("x" * 50)])
+    node.hold_at = 5
     await serve(lambda *_: node, config_on(int(sys.argv[1]), drain_timeout_s=0.3))
 
 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -386,7 +389,7 @@ with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_process_on_uvloop_exits_with_0_and_its_port_is_free_at_once(number):
     port = free_port()
-    command = [sys.executable, "-c", PROCESS.format(root=str(ROOT)), str(port), "hold"]
+    command = [sys.executable, "-c", PROCESS.format(root=str(ROOT)), str(port)]
     async with aiohttp.ClientSession() as session:
         client = Client(session, port)
         for _ in range(2):  # the second start follows at once, with a connection left open
