@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from prfaas.engine.kv import SequenceKv
-from prfaas.engine.layers.rope import RopeTable
+from prfaas.engine.rope import RopeTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

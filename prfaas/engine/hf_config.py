@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prfaas.engine.rope_spec import Llama3Scaling, LinearScaling, RopeScaling, RopeSpec
+from prfaas.engine.rope_spec import LinearScaling, Llama3Scaling, RopeScaling, RopeSpec
 from prfaas.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -210,7 +210,7 @@ def _eos_ids(value: object) -> Iterable[int]:
 
 def _number(
     config: Mapping[str, Any], field: str, default: float | None, convert: Callable[[Any], Any]
-) -> Any:  # noqa: ANN401
+) -> Any:
     value = config.get(field)
     if value is None:
         value = default

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prfaas.engine.attention import KEY_BLOCK
 from prfaas.engine.config import LayerSpec
-from prfaas.engine.layers.attention import KEY_BLOCK
 
 WINDOW_SLACK_TOKENS = 1024
 """Room of a window layer beyond its window, for the tokens of a forward (a prefill chunk)."""

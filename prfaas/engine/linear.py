@@ -46,7 +46,7 @@ def _pack_fbgemm(weight_NK: Tensor) -> Linear:
     # cache (2.5 times slower). The product itself is no slower in shards, so a head is split.
     packed = [
         torch.ops.quantized.linear_prepack_fp16(shard_NK.float(), None)
-        for shard_NK in weight_NK.split(SHARD_OUTPUTS)
+        for shard_NK in torch.split(weight_NK, SHARD_OUTPUTS)
     ]
     apply = torch.ops.quantized.linear_dynamic_fp16
     if len(packed) == 1:
@@ -55,8 +55,9 @@ def _pack_fbgemm(weight_NK: Tensor) -> Linear:
 
 
 def _pack_onednn(weight_NK: Tensor) -> Linear:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.float(), REORDER_BATCH_HINT)
-    apply = torch.ops.mkldnn._linear_pointwise
+    # What torch.compile itself calls on a CPU; numerics.self_test covers a change of either.
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.float(), REORDER_BATCH_HINT)  # noqa: SLF001
+    apply = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
     return lambda x_MK: apply(x_MK, packed, None, "none", [], "")
 
 

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from prfaas.engine.config import GqaSpec, ModelConfig
 from prfaas.engine.layers.gqa import GqaMixer
 from prfaas.engine.layers.mlp import GatedMlp
 from prfaas.engine.layers.norm import RmsNorm
-from prfaas.engine.layers.rope import RopeTable
 from prfaas.engine.linear import Linear, Packing, pack
 from prfaas.engine.model import Block, Embedding, Model
 from prfaas.engine.numerics import (
@@ -25,10 +24,13 @@ from prfaas.engine.numerics import (
     candidate_packings,
     numerics_fingerprint,
 )
-from prfaas.engine.rope_spec import RopeSpec
+from prfaas.engine.rope import RopeTable
 from prfaas.engine.safetensors_file import SafetensorsFile
 from prfaas.errors import ConfigError
 from prfaas.log import get_logger
+
+if TYPE_CHECKING:
+    from prfaas.engine.rope_spec import RopeSpec
 
 IGNORED_TENSORS = re.compile(
     r"(model\.)?(vision_tower|multi_modal_projector|visual)\.|.*\.rotary_emb\.inv_freq$"
@@ -123,7 +125,7 @@ class _Builder:
         return Model(
             config,
             embed_tokens=Embedding(
-                weight_VD=embedding,
+                weight=embedding,
                 scale=config.embedding_scale,
                 is_half=self._packing == "fbgemm-fp16",
             ),

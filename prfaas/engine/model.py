@@ -26,13 +26,15 @@ __all__ = ["Block", "Embedding", "Model", "Segment"]
 class Embedding:
     """Rows of the embedding table, which stays in the mapped checkpoint file."""
 
-    weight_VD: Tensor
+    weight: Tensor
+    """[V, D], of any float dtype."""
     scale: float
     is_half: bool
     """Round to float16 first, as the packed head of a tied checkpoint does."""
 
     def __call__(self, tokens_T: Tensor) -> Tensor:
-        rows_TD = self.weight_VD[tokens_T]
+        """Return the tokens' rows, scaled, as new float32 memory."""
+        rows_TD = self.weight[tokens_T]
         if self.is_half:
             rows_TD = rows_TD.half()
         rows_TD = rows_TD.float()

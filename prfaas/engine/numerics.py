@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from prfaas.engine.attention import KEY_BLOCK, attend
 from prfaas.engine.batch import Batch, Segment
 from prfaas.engine.config import LayerSpec
-from prfaas.engine.layers.attention import KEY_BLOCK, attend
 from prfaas.engine.linear import ROW_MULTIPLE, Packing, is_available
 from prfaas.engine.model import Model
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prfaas.cache.spec import FullSpec, WindowSpec
 from prfaas.engine.config import ModelConfig, kv_bytes, kv_groups
-from prfaas.engine.rope_spec import Llama3Scaling, LinearScaling, RopeSpec
+from prfaas.engine.rope_spec import LinearScaling, Llama3Scaling, RopeSpec
 from prfaas.errors import ConfigError
 from tests.tiny_models import Family, tiny_config
 

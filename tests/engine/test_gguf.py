@@ -147,8 +147,10 @@ def write_gguf(
 ) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in llama_metadata(config, architecture).items():
-        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
-        add(f"{architecture}.{key}", value)  # type: ignore[operator]
+        if isinstance(value, int):
+            writer.add_uint32(f"{architecture}.{key}", value)
+        else:
+            writer.add_float32(f"{architecture}.{key}", value)
     for name, values in tensors.items():
         writer.add_tensor(name, values)
     for name, (data, kind) in (raw or {}).items():

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.cache.spec import needed_blocks
+from prfaas.engine.attention import KEY_BLOCK
 from prfaas.engine.config import GqaSpec, ModelConfig, kv_groups
 from prfaas.engine.kv import SequenceKv, capacity_bytes
-from prfaas.engine.layers.attention import KEY_BLOCK
 from prfaas.engine.rope_spec import RopeSpec
 from tests.tiny_models import tiny_config
 
@@ -178,8 +178,8 @@ def test_what_is_not_there_is_an_error() -> None:
     kv = filled(300, 3000)
     with pytest.raises(ValueError, match=r"tokens 0\.\.16"):
         export(kv, WINDOW, 0, BLOCK_TOKENS)
+    page = memoryview(expected_page(0, BLOCK_TOKENS))
     with pytest.raises(ValueError, match="before the first kept"):
-        page = memoryview(expected_page(0, BLOCK_TOKENS))
         kv.import_block(WINDOW, 0, BLOCK_TOKENS, page)
     with pytest.raises(ValueError, match="going on at 4000"):
         kv.set_num_tokens(4000)

@@ -48,7 +48,7 @@ def test_a_sharded_checkpoint_is_the_same_model(llama: Path, tmp_path: Path) -> 
     sharded.mkdir()
     (sharded / "config.json").write_bytes((llama / "config.json").read_bytes())
     names = sorted(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate((names[::2], names[1::2])):
         file = f"model-0000{number}.safetensors"
         save_file({name: tensors[name] for name in part}, sharded / file)

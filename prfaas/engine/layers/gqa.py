@@ -6,16 +6,15 @@ one KV head, R = tokens * G.
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
+from prfaas.engine.attention import attend
 from prfaas.engine.batch import Batch
 from prfaas.engine.config import GqaSpec
 from prfaas.engine.kv import LayerKv
-from prfaas.engine.layers.attention import attend
 from prfaas.engine.layers.norm import RmsNorm
-from prfaas.engine.layers.rope import RopeTable, rotate
 from prfaas.engine.linear import Linear
+from prfaas.engine.rope import RopeTable, rotate
 
 
 class GqaMixer:

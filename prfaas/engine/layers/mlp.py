@@ -29,9 +29,10 @@ class GatedMlp:
         self._num_hidden = num_hidden
 
     def __call__(self, x_TD: Tensor) -> Tensor:
+        """Return the output rows; `x_TD` has a row count that the linear layers accept."""
         if len(x_TD) <= SLAB_ROWS:
             return self._slab(x_TD)
-        return torch.cat([self._slab(slab) for slab in x_TD.split(SLAB_ROWS)])
+        return torch.cat([self._slab(slab) for slab in torch.split(x_TD, SLAB_ROWS)])
 
     def _slab(self, x_TD: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x_TD)

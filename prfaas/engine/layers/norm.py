@@ -17,6 +17,7 @@ class RmsNorm:
         self._inverse_size = 1.0 / weight.shape[-1]
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the normed rows as a new tensor."""
         # vector_norm reads x once; mean(x * x) makes a product first and takes twice as long.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps, norm, norm, value=self._inverse_size).rsqrt_()

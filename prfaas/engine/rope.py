@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from prfaas.engine.rope_spec import Llama3Scaling, LinearScaling, RopeSpec
+from prfaas.engine.rope_spec import LinearScaling, Llama3Scaling, RopeSpec
 
 TABLE_STEP_TOKENS = 1024
 

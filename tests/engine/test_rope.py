@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from prfaas.engine.layers.rope import (
+from prfaas.engine.rope import (
     TABLE_STEP_TOKENS,
     RopeTable,
     inverse_frequencies,
     rotate,
 )
-from prfaas.engine.rope_spec import Llama3Scaling, LinearScaling, RopeSpec
+from prfaas.engine.rope_spec import LinearScaling, Llama3Scaling, RopeSpec
 
 LLAMA3 = Llama3Scaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_tokens=8192

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from prfaas.engine.layers.attention import KEY_BLOCK, attend
+from prfaas.engine.attention import KEY_BLOCK, attend
 
 SHAPES = [(1, 4, 64), (3, 3, 32), (2, 1, 16)]  # KV heads, query heads of each, head dim
 WINDOWS = [None, 1, 16, 128, 200]
