@@ -109,7 +109,8 @@ class PromptFiller:
         if route.name == "local":
             self._count_hit(generation, prefix, num_remote=0)
         else:
-            await self._fill_remotely(generation, hold, prefix, want_logits)
+            is_forced = force_route is not None
+            await self._fill_remotely(generation, hold, prefix, want_logits, is_forced)
 
     def _count_hit(
         self, generation: RunningGeneration, prefix: _Prefix, *, num_remote: int
@@ -173,6 +174,7 @@ class PromptFiller:
         hold: TableHold,
         prefix: _Prefix,
         want_logits: bool,
+        is_forced: bool,
     ) -> None:
         """Pull the prompt's KV from the peer; if that fails, hold what a fresh lookup finds."""
         request = generation.request
@@ -180,6 +182,8 @@ class PromptFiller:
         outcome: Outcome = "cancelled"
         try:
             attempt = await self._reserve(request, hold, prefix, want_logits)
+            if attempt is not None and is_forced:
+                attempt.local_estimate_s = None  # slow is no reason to give up what was asked for
             if attempt is None:
                 outcome = "pool_full"
             else:

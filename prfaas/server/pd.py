@@ -7,11 +7,13 @@ never drawn again.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from prfaas.cache.prefix import PrefixCache
+from prfaas.cache.spec import CacheLayout
 from prfaas.clock import Clock
-from prfaas.config.options import Role
+from prfaas.config.options import NodeConfig, Role
 from prfaas.engine.submission import FirstLogits, Submission
 from prfaas.errors import BadRequest, EngineError, PrfaasError
 from prfaas.log import get_logger
@@ -21,10 +23,11 @@ from prfaas.server.engine_thread import EngineThread, StepEngine
 from prfaas.server.filling import PromptFiller, TableHold
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.key_thread import KeyThread
-from prfaas.server.node import NodeLoad
+from prfaas.server.node import NodeLoad, Progress
 from prfaas.server.node_load import node_load
 from prfaas.server.peer import Peer
-from prfaas.server.remote_prefill import RemotePrefiller, TransferMetrics
+from prfaas.server.remote_prefill import RemotePrefiller
+from prfaas.server.transfer_metrics import TransferMetrics
 from prfaas.text.chat_template import ChatTemplate
 from prfaas.text.tokenizer import Tokenizer
 from prfaas.transport.client import parse_address
@@ -83,6 +86,11 @@ class PdNode:
     def identity(self) -> Identity:
         """What a peer must share with this node."""
         return self._identity
+
+    @property
+    def layout(self) -> CacheLayout:
+        """How the node's KV is cut into pages."""
+        return self._cache.layout
 
     @property
     def is_ready(self) -> tuple[bool, str]:
@@ -171,7 +179,7 @@ class PdNode:
         The prompt's and the answer's pages are let go before the block is left, except for those
         that the engine has in hand: within a step.
         """
-        generation = RunningGeneration(request, clock=self._clock)
+        generation = RunningGeneration(self._within_context(request), clock=self._clock)
         driver = self._spawn(self._drive(generation, force_route, return_logits))
         self._drivers.add(driver)
         driver.add_done_callback(self._drivers.discard)
@@ -180,6 +188,14 @@ class PdNode:
         finally:
             driver.cancel()
             await asyncio.wait({driver}, timeout=CLEANUP_TIMEOUT_S)
+
+    def _within_context(self, request: Request) -> Request:
+        """Return the request asking for no more than the context takes, for us and for a peer."""
+        room_tokens = max(1, self.max_context_tokens - len(request.prompt_tokens))
+        sampling = request.sampling
+        if sampling.max_tokens <= room_tokens:
+            return request
+        return replace(request, sampling=replace(sampling, max_tokens=room_tokens))
 
     async def _drive(
         self, generation: RunningGeneration, force_route: RouteName | None, return_logits: bool
@@ -240,3 +256,23 @@ class PdNode:
             self._engine.abort(request_id)
         if not generation.is_answered:
             raise EngineError("the request was aborted")
+
+
+def load_pd_node(config: NodeConfig, metrics: TransferMetrics, progress: Progress) -> PdNode:
+    """Load a node of the pd role. Blocking; raises ConfigError."""
+    from prfaas.server.parts import load_parts  # loads torch
+
+    parts = load_parts(config, progress)
+    return PdNode(
+        identity=parts.identity,
+        cache=parts.cache,
+        engine=parts.runner,
+        options=config.transport,
+        scheduler=config.scheduler,
+        vocab_size=parts.vocab_size,
+        max_context_tokens=parts.runner.max_context_tokens,
+        metrics=metrics,
+        clock=parts.clock,
+        tokenizer=parts.tokenizer,
+        chat_template=parts.chat_template,
+    )

@@ -8,38 +8,26 @@ transfer early, the prompt is aborted within a step and every page let go.
 
 import asyncio
 from dataclasses import replace
-from typing import Literal, Protocol
 
 from aiohttp import web
 
 from prfaas.cache.prefix import BlockTable, PrefixCache
 from prfaas.clock import Clock
-from prfaas.config.options import Role
+from prfaas.config.options import NodeConfig, Role
 from prfaas.engine.submission import Submission
 from prfaas.errors import BadRequest, EngineError, Overloaded
 from prfaas.log import get_logger
 from prfaas.server.engine_thread import EngineStream, EngineThread, StepEngine
 from prfaas.server.key_thread import KeyThread
-from prfaas.server.node import NodeLoad
+from prfaas.server.node import NodeLoad, Progress
 from prfaas.server.node_load import node_load
 from prfaas.server.prefill_job import PrefillJob
+from prfaas.server.transfer_metrics import TransferMetrics
 from prfaas.transport.handshake import Identity, check_compatible
 from prfaas.transport.messages import PeerStatus, TransferAccepted, TransferRequest
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.outgoing import OutgoingTransfer
-from prfaas.transport.server import routes
-
-
-class TransferMetrics(Protocol):
-    """Where both roles count what moves; `metrics.Metrics` is one."""
-
-    def transfer_bytes(self, direction: Literal["received", "sent"], num_bytes: int) -> None:
-        """Count KV bytes as they move."""
-        ...
-
-    def transfer_finished(self, direction: Literal["received", "sent"], outcome: str) -> None:
-        """Count a transfer that ended."""
-        ...
+from prfaas.transport.server import check_bind, routes
 
 
 class PrefillNode:
@@ -178,8 +166,9 @@ class PrefillNode:
         prompt = asked.request.prompt_tokens
         if asked.have_tokens % self._identity.block_tokens:
             raise BadRequest(f"have_tokens = {asked.have_tokens} is not a whole number of blocks")
-        if len(prompt) >= self._max_context_tokens:
-            raise BadRequest(f"{len(prompt)} prompt tokens, limit {self._max_context_tokens - 1}")
+        # Room for a token behind the first, or our limit would end an answer that its own lets go on.
+        if len(prompt) + 2 > self._max_context_tokens:
+            raise BadRequest(f"{len(prompt)} prompt tokens, limit {self._max_context_tokens - 2}")
         if max(prompt) >= self._vocab_size:
             raise BadRequest(f"token id {max(prompt)}, vocabulary of {self._vocab_size}")
 
@@ -238,3 +227,23 @@ class PrefillNode:
                 num_pages=transfer.num_pages_sent,
                 num_bytes=transfer.num_page_bytes_sent,
             )
+
+
+def load_prefill_node(
+    config: NodeConfig, metrics: TransferMetrics, progress: Progress
+) -> PrefillNode:
+    """Load a node of the prefill role. Blocking; raises ConfigError."""
+    check_bind(config.http.host, allow_plaintext=config.transport.allow_plaintext)
+    from prfaas.server.parts import load_parts  # loads torch
+
+    parts = load_parts(config, progress)
+    return PrefillNode(
+        identity=parts.identity,
+        cache=parts.cache,
+        engine=parts.runner,
+        options=config.transport,
+        vocab_size=parts.vocab_size,
+        max_context_tokens=parts.runner.max_context_tokens,
+        metrics=metrics,
+        clock=parts.clock,
+    )

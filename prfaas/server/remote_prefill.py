@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from prfaas.cache.prefix import BlockTable
 from prfaas.cache.spec import CacheLayout, FullSpec
@@ -19,27 +19,15 @@ from prfaas.log import get_logger
 from prfaas.scheduler.monitor import TransferMonitor, TransferRates
 from prfaas.scheduler.router import FIRST_BACKOFF_S, Outcome
 from prfaas.server.generation import RunningGeneration
-from prfaas.server.metrics import Direction
 from prfaas.server.peer import Peer
 from prfaas.server.pull import Pull
+from prfaas.server.transfer_metrics import TransferMetrics
 from prfaas.transport.client import FrameStream
 from prfaas.transport.handshake import Identity
 from prfaas.transport.messages import TransferRequest, parse_first_tokens, parse_totals
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.wire import Frame, FrameType, decode_progress
 from prfaas.types import Request
-
-
-class TransferMetrics(Protocol):
-    """Where both roles count what moves; `metrics.Metrics` is one."""
-
-    def transfer_bytes(self, direction: Direction, num_bytes: int) -> None:
-        """Count KV bytes as they move."""
-        ...
-
-    def transfer_finished(self, direction: Direction, outcome: str) -> None:
-        """Count a transfer that ended."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

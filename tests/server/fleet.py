@@ -12,7 +12,7 @@ from aiohttp import web
 from prfaas.cache.hashing import root_key
 from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.spec import CacheLayout
-from prfaas.clock import monotonic_s
+from prfaas.clock import Clock, monotonic_s
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.server.pd import PdNode
 from prfaas.server.prefill import PrefillNode
@@ -207,6 +207,7 @@ async def fleet(
     pd_pages: int = 4000,
     prefill_pages: int = 4000,
     wait_for_peer: bool = True,
+    pd_clock: Clock = monotonic_s,
     **options: Any,
 ) -> AsyncIterator[Fleet]:
     transport = replace(OPTIONS, **options)
@@ -240,7 +241,7 @@ async def fleet(
             vocab_size=VOCAB_SIZE,
             max_context_tokens=CONTEXT_TOKENS,
             metrics=pd_metrics,
-            clock=monotonic_s,
+            clock=pd_clock,
             tokenizer=cast("Tokenizer", None),
             chat_template=cast("ChatTemplate", None),
         )

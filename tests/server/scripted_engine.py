@@ -7,6 +7,7 @@ have made itself: KV of another prompt, block, layer or length is noticed.
 
 import hashlib
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -90,6 +91,10 @@ class ScriptedEngine:
         self.crash_next = False
         self.first_token: int | None = None
         """Draw this as the first token of every choice, whatever anybody else would draw."""
+        self.prefill_step_s = 0.0
+        """How long a prefill step takes."""
+        self.prefill_tokens_per_s = 0.0
+        """What `load` claims."""
         self.gate = threading.Event()
         """Cleared: steps wait, as in a step that takes long."""
         self.gate.set()
@@ -145,7 +150,7 @@ class ScriptedEngine:
             num_waiting=len(self._queue[1:]),
             num_waiting_tokens=sum(len(s.prompt) - s.num_tokens for s in self._queue),
             kv_used_bytes=0,
-            prefill_tokens_per_s=0.0,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
             step_count=self._step_count,
         )
 
@@ -170,6 +175,7 @@ class ScriptedEngine:
                 self.max_prefill_steps -= 1
                 if self.max_prefill_steps == 0:
                     self.gate.clear()
+            time.sleep(self.prefill_step_s)
             self._prefill(sequence)
             if sequence.num_tokens < len(sequence.prompt):
                 return []

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import structlog
 
+from prfaas.clock import monotonic_s
 from prfaas.errors import EngineError
 from prfaas.types import RequestRecord
 from tests.server.fleet import IDENTITY, Fleet, fleet, request, until
@@ -88,6 +89,21 @@ async def test_a_peer_whose_engine_hangs_shows_no_progress_and_is_given_up():
         check_sums(answer.record)
         nodes.prefill_engine.gate.set()
         assert answer.tokens == (await nodes.ask_locally(request(NUM_TOKENS))).tokens
+
+
+async def test_a_transfer_that_would_end_after_a_local_prefill_is_given_up_unless_it_was_asked_for():
+    async with fleet(pd_clock=lambda: 20 * monotonic_s()) as nodes:
+        nodes.prefill_engine.prefill_step_s = 0.05
+        nodes.pd_engine.prefill_tokens_per_s = 1e6
+        await nodes.ask(request(10))  # the engine's load is as of its last step
+        slow = await nodes.ask(request(600))
+        assert slow.record.route == "local"
+        assert slow.record.reason.startswith("slower_than_local: ")
+        assert slow.tokens == (await nodes.ask_locally(request(600))).tokens
+        assert nodes.pd.peer is not None
+        await until(lambda: nodes.pd.peer is not None and nodes.pd.peer.is_usable)
+        asked_for = await nodes.ask(request(600, variant=1), "remote")
+        assert asked_for.record.route == "remote"
 
 
 async def test_what_arrived_whole_before_a_cut_is_reused_on_a_dense_model():

@@ -1,0 +1,93 @@
+"""Loads what both serving roles are made of: model, tokenizer, template, cache, engine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from prfaas.cache.hashing import root_key
+from prfaas.cache.prefix import PrefixCache
+from prfaas.cache.spec import CacheLayout, WindowSpec
+from prfaas.clock import Clock, monotonic_s
+from prfaas.config.options import NodeConfig
+from prfaas.engine.loader import load_model
+from prfaas.engine.runner import Runner
+from prfaas.models.store import resolve
+from prfaas.server.node import Progress
+from prfaas.text.chat_template import ChatTemplate
+from prfaas.text.tokenizer import Tokenizer
+from prfaas.transport.handshake import Identity
+
+KV_DTYPE = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeParts:
+    """A loaded model and everything around it, ready to be put into a role."""
+
+    identity: Identity
+    cache: PrefixCache
+    runner: Runner
+    vocab_size: int
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    clock: Clock
+
+
+def load_parts(config: NodeConfig, progress: Progress) -> NodeParts:
+    """Load the model that `config` names. Blocking; raises ConfigError.
+
+    `progress` may raise to stop the load; it is called between the slow steps and inside a fetch or
+    a conversion.
+    """
+    if config.engine.threads is not None:
+        torch.set_num_threads(config.engine.threads)
+    progress("resolve model", 0, 1)
+    model_dir = resolve(config.model.model, progress)
+    progress("load tokenizer", 0, 1)
+    tokenizer = Tokenizer.load(model_dir)
+    override = config.model.chat_template
+    chat_template = ChatTemplate.load(model_dir, None if override is None else Path(override))
+    progress("load weights", 0, 1)
+    model = load_model(model_dir, dtype=config.engine.dtype)
+    progress("allocate cache", 0, 1)
+    layout = model.layout(config.cache.block_tokens)
+    model_fingerprint, numerics = model.model_fingerprint, model.numerics_fingerprint
+
+    def root(salt: bytes) -> bytes:
+        return root_key(
+            model_fingerprint=model_fingerprint,
+            numerics_fingerprint=numerics,
+            kv_dtype=KV_DTYPE,
+            layout=layout,
+            salt=salt,
+        )
+
+    cache = PrefixCache(layout=layout, ram_bytes=config.cache.ram_bytes, root=root)
+    return NodeParts(
+        identity=Identity(
+            model_fingerprint=model_fingerprint,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            template_fingerprint=chat_template.fingerprint,
+            kv_dtype=KV_DTYPE,
+            block_tokens=layout.block_tokens,
+            layout=layout_text(layout),
+            numerics_fingerprint=numerics,
+        ),
+        cache=cache,
+        runner=Runner(model=model, cache=cache, options=config.engine, clock=monotonic_s),
+        vocab_size=model.config.vocab_size,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        clock=monotonic_s,
+    )
+
+
+def layout_text(layout: CacheLayout) -> str:
+    """Return the layout in one line that a person can compare."""
+    groups = []
+    for spec in layout.groups:
+        window = f" window {spec.window_tokens}" if isinstance(spec, WindowSpec) else ""
+        layers = ",".join(map(str, spec.layers))
+        groups.append(f"{spec.name}{window} page {spec.page_bytes} layers {layers}")
+    return f"v{layout.layout_version}: {'; '.join(groups)}"

@@ -1,0 +1,250 @@
+"""Shows that a peer's prefill gives this node's own bits: same prompts, here and there, compared.
+
+Every prompt is answered three times with logits: here without any cache, by the peer with the caches
+of both sides bypassed (a fresh salt), and by the peer again under the same salt, so that both caches
+hit wherever a hit is possible. A row that the peer did not really answer is a failure: the second
+must have computed the whole prompt remotely; the third must have come over the wire, and must have
+reused something if the prompt is longer than a block.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from prfaas.cache.spec import CacheLayout, WindowSpec
+from prfaas.clock import Clock, monotonic_s
+from prfaas.config.options import NodeConfig
+from prfaas.errors import PrfaasError, TransferError
+from prfaas.server.node import Progress
+from prfaas.server.pd import PdNode, load_pd_node
+from prfaas.server.transfer_metrics import Direction
+from prfaas.types import Request, RequestRecord, RouteName, SamplingParams
+
+NUM_TOKENS = 32
+LONG_TOKENS = 4133
+"""Several thousand, and no multiple of anything."""
+SEED = 20_260_415
+
+SamplingName = Literal["greedy", "seeded"]
+RowName = Literal["remote", "remote_cached"]
+SAMPLING: dict[SamplingName, SamplingParams] = {
+    "greedy": SamplingParams(max_tokens=NUM_TOKENS, seed=SEED, temperature=0.0),
+    "seeded": SamplingParams(max_tokens=NUM_TOKENS, seed=SEED, temperature=1.0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyCase:
+    """One remote answer beside the local one."""
+
+    prompt_tokens: int
+    sampling: SamplingName
+    row: RowName
+    route: RouteName
+    reason: str
+    tokens_reused: int
+    tokens_remote: int
+    bytes_received: int
+    tokens_equal: bool
+    bits_equal: bool
+    """The first logits agree in every bit."""
+    max_logit_difference: float | None
+    """None if the peer sent no logits, or others than numbers."""
+    failure: str | None
+    """Why this row proves nothing, whatever it compares to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """All cases of one run."""
+
+    peer: str
+    cases: tuple[VerifyCase, ...]
+
+    @property
+    def tokens_equal(self) -> bool:
+        """Every row is remote and drew the local tokens."""
+        return all(case.tokens_equal and case.failure is None for case in self.cases)
+
+    @property
+    def bits_equal(self) -> bool:
+        """Every row is remote and had the local logits to the bit."""
+        return all(case.bits_equal and case.failure is None for case in self.cases)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON object."""
+        return {
+            "peer": self.peer,
+            "cases": [asdict(case) for case in self.cases],
+            "tokens_equal": self.tokens_equal,
+            "bits_equal": self.bits_equal,
+        }
+
+
+CaseDone = Callable[[VerifyCase, int, int], None]
+"""Called after each case with it, the number done and the number in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    tokens: tuple[int, ...]
+    logits: bytes | None
+    record: RequestRecord
+
+
+class _NoMetrics:
+    """Verification counts nothing."""
+
+    def transfer_bytes(self, direction: Direction, num_bytes: int) -> None:
+        """Ignore bytes."""
+
+    def transfer_finished(self, direction: Direction, outcome: str) -> None:
+        """Ignore ends."""
+
+
+async def run_verify(
+    config: NodeConfig, *, progress: Progress, on_case: CaseDone | None = None
+) -> VerifyReport:
+    """Load the pd node that `config` describes, without HTTP, and compare it with its peer.
+
+    Raises ConfigError for a model that cannot be loaded, TransferError for a peer that is not
+    there, not ready or not compatible.
+    """
+    node = await asyncio.to_thread(load_pd_node, config, _NoMetrics(), progress)
+    result: VerifyReport | PrfaasError
+    async with asyncio.TaskGroup() as tasks:
+        await node.start(tasks)
+        try:
+            result = await verify_node(node, clock=monotonic_s, on_case=on_case)
+        except PrfaasError as error:
+            result = error  # raised below: the group would wrap it
+        finally:
+            await node.close()
+    if isinstance(result, PrfaasError):
+        raise result
+    return result
+
+
+async def verify_node(
+    node: PdNode, *, clock: Clock, on_case: CaseDone | None = None
+) -> VerifyReport:
+    """Compare a started pd node with its peer."""
+    peer = node.peer
+    if peer is None:
+        raise TransferError("no peer to verify")
+    await peer.settled()
+    if peer.state != "up":
+        raise TransferError(f"peer {peer.name} is {peer.state}: {peer.detail}")
+    lengths = prompt_lengths(node.layout, node.max_context_tokens)
+    tokens = verify_tokens(node.tokenizer.encode, max(lengths))
+    cases: list[VerifyCase] = []
+    num_cases = len(lengths) * len(SAMPLING) * 2
+    for length in lengths:
+        for name in SAMPLING:
+            asker = _Asker(node, tokens[:length], name, clock)
+            local = await asker.ask("local", secrets.token_bytes(16))
+            salt = secrets.token_bytes(16)
+            for row in ("remote", "remote_cached"):
+                case = _compare(
+                    local, await asker.ask("remote", salt), name, row, node.layout.block_tokens
+                )
+                cases.append(case)
+                if on_case is not None:
+                    on_case(case, len(cases), num_cases)
+    return VerifyReport(peer=peer.name, cases=tuple(cases))
+
+
+def prompt_lengths(layout: CacheLayout, max_context_tokens: int) -> list[int]:
+    """Return the lengths to try: around a block, beyond every window, and long; each fits."""
+    block = layout.block_tokens
+    lengths = {1, block - 1, block, block + 1, 3 * block + 5, LONG_TOKENS}
+    for spec in layout.groups:
+        if isinstance(spec, WindowSpec):
+            lengths.add(spec.window_tokens + block + 7)
+    limit = max_context_tokens - NUM_TOKENS - 1
+    return sorted({min(length, limit) for length in lengths if length > 0 and limit > 0})
+
+
+def verify_tokens(encode: Callable[..., list[int]], num_tokens: int) -> tuple[int, ...]:
+    """Return the first tokens of a text that does not repeat itself."""
+    num_sentences = 16
+    while True:
+        text = " ".join(
+            f"Entry {index}: the {index * index % 97} ships of harbour {index % 13} carry grain."
+            for index in range(num_sentences)
+        )
+        tokens = encode(text, add_bos=True)
+        if len(tokens) >= num_tokens:
+            return tuple(tokens[:num_tokens])
+        num_sentences *= 2
+
+
+class _Asker:
+    """Asks one prompt again and again."""
+
+    def __init__(
+        self, node: PdNode, tokens: Sequence[int], sampling: SamplingName, clock: Clock
+    ) -> None:
+        self._node = node
+        self._tokens = tuple(tokens)
+        self._sampling = sampling
+        self._clock = clock
+
+    async def ask(self, route: RouteName, salt: bytes) -> _Answer:
+        request = Request(
+            request_id=f"verify-{secrets.token_hex(8)}",
+            prompt_tokens=self._tokens,
+            sampling=SAMPLING[self._sampling],
+            cache_salt=salt,
+            arrival_s=self._clock(),
+        )
+        async with self._node.generate(
+            request, force_route=route, return_logits=True
+        ) as generation:
+            tokens = [event.token_id async for event in generation]
+        return _Answer(tuple(tokens), generation.first_logits, generation.record)
+
+
+def _compare(
+    local: _Answer, remote: _Answer, sampling: SamplingName, row: RowName, block_tokens: int
+) -> VerifyCase:
+    record = remote.record
+    return VerifyCase(
+        prompt_tokens=record.prompt_tokens,
+        sampling=sampling,
+        row=row,
+        route=record.route,
+        reason=record.reason,
+        tokens_reused=record.tokens_reused,
+        tokens_remote=record.tokens_remote,
+        bytes_received=record.bytes_received,
+        tokens_equal=local.tokens == remote.tokens,
+        bits_equal=local.logits is not None and local.logits == remote.logits,
+        max_logit_difference=_max_difference(local.logits, remote.logits),
+        failure=_failure(record, row, block_tokens),
+    )
+
+
+def _failure(record: RequestRecord, row: RowName, block_tokens: int) -> str | None:
+    if record.route != "remote":
+        return f"answered {record.route}: {record.reason}"
+    if record.bytes_received == 0:
+        return "nothing came from the peer"
+    if row == "remote":
+        if record.tokens_remote != record.prompt_tokens:
+            return f"the peer computed {record.tokens_remote} of {record.prompt_tokens} tokens"
+    elif record.prompt_tokens > block_tokens and record.tokens_reused == 0:
+        return "no cache was hit"
+    return None
+
+
+def _max_difference(local: bytes | None, remote: bytes | None) -> float | None:
+    if local is None or remote is None or len(local) != len(remote):
+        return None
+    ours, theirs = (np.frombuffer(data, "<f4").astype(np.float64) for data in (local, remote))
+    difference = float(np.max(np.abs(ours - theirs)))
+    return difference if np.isfinite(difference) else None

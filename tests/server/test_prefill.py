@@ -1,0 +1,255 @@
+"""The prefill role: takes what it can hold, streams what is asked for, and lets everything go."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.cache.spec import bytes_of_block, held_blocks, needed_blocks
+from prfaas.errors import BadRequest, IncompatiblePeer, Overloaded
+from prfaas.server.prefill_job import places_to_send
+from prfaas.transport.client import PeerAddress, PeerClient
+from prfaas.transport.messages import TransferRequest
+from prfaas.transport.wire import FrameHeader, FrameType, decode_progress
+from tests.server.fleet import (
+    CONTEXT_TOKENS,
+    IDENTITY,
+    OPTIONS,
+    Fleet,
+    fleet,
+    prompt,
+    request,
+    until,
+)
+from tests.server.scripted_engine import BLOCK_TOKENS, DENSE, HYBRID, VOCAB_SIZE, page_bytes
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+layouts = pytest.mark.parametrize("layout", [DENSE, HYBRID], ids=["dense", "hybrid"])
+
+
+def asked(num_tokens: int = 100, *, number: int = 0, **changes: object) -> TransferRequest:
+    made = TransferRequest(
+        transfer_id=f"{number:032d}",
+        identity=IDENTITY,
+        accept_approximate=False,
+        request=request(num_tokens, variant=number),
+        have_tokens=0,
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def client_of(nodes: Fleet) -> AsyncIterator[PeerClient]:
+    client = PeerClient(PeerAddress("127.0.0.1", nodes.prefill.port), OPTIONS)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+class Received:
+    """Pages by place, and the other frames in order."""
+
+    def __init__(self) -> None:
+        self.pages: dict[tuple[int, int, int], bytearray] = {}
+        self.frames: list[tuple[FrameType, bytes]] = []
+
+    def resolve(self, header: FrameHeader) -> memoryview:
+        place = (header.group, header.layer, header.block)
+        assert place not in self.pages, f"{place} came twice"
+        self.pages[place] = bytearray(header.length)
+        return memoryview(self.pages[place])
+
+    async def take(self, client: PeerClient, transfer_id: str, *, is_acked: bool = True) -> None:
+        async with client.stream(transfer_id, self.resolve) as stream:
+            while (frame := await stream.next_frame(5)) is not None:
+                self.frames.append((frame.header.type, frame.payload))
+                if frame.header.type is FrameType.END and is_acked:
+                    await stream.acknowledge(1)
+
+
+@layouts
+@pytest.mark.parametrize("have_tokens", [0, 40, 96])
+async def test_exactly_the_missing_pages_are_sent_once_each_with_the_right_bytes(
+    layout, have_tokens
+):
+    async with fleet(layout=layout) as nodes, client_of(nodes) as client:
+        # Warm the node's own cache with half of the prompt: its hit must be sent too.
+        warm = asked(50, number=1)
+        await client.open(warm)
+        await Received().take(client, warm.transfer_id)
+        one = asked(100, number=2, have_tokens=have_tokens)
+        tokens = prompt(100, 1)
+        one = replace(one, request=replace(one.request, prompt_tokens=tokens))
+        accepted = await client.open(one)
+        assert accepted.hit_tokens == 50 // BLOCK_TOKENS * BLOCK_TOKENS
+        received = Received()
+        await received.take(client, one.transfer_id)
+        places = places_to_send(layout, 100, have_tokens)
+        assert set(received.pages) == {(p.group, p.layer, p.block) for p in places}
+        for (group, index, block), data in received.pages.items():
+            layer = layout.groups[group].layers[index]
+            assert data == page_bytes(layout, layer, block, tokens)
+        kinds = [kind for kind, _ in received.frames]
+        assert kinds.count(FrameType.FIRST_TOKENS) == kinds.count(FrameType.END) == 1
+        assert FrameType.LOGITS not in kinds
+
+
+@given(
+    num_tokens=st.integers(1, 200),
+    have_blocks=st.integers(0, 24),
+    layout=st.sampled_from([DENSE, HYBRID]),
+)
+def test_what_is_held_and_what_is_sent_make_up_what_is_needed(num_tokens, have_blocks, layout):
+    have_tokens = min(have_blocks, (num_tokens - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+    sent = places_to_send(layout, num_tokens, have_tokens)
+    assert len(set(sent)) == len(sent)
+    for group, spec in enumerate(layout.groups):
+        held = set(held_blocks(spec, have_tokens, BLOCK_TOKENS))
+        needed = set(needed_blocks(spec, num_tokens, BLOCK_TOKENS))
+        for layer in range(len(spec.layers)):
+            blocks = {p.block for p in sent if (p.group, p.layer) == (group, layer)}
+            assert blocks == needed - held
+    total = sum(bytes_of_block(layout.groups[p.group], p.num_tokens, BLOCK_TOKENS) for p in sent)
+    assert total == layout.bytes_needed(num_tokens, have_tokens)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"identity": replace(IDENTITY, kv_dtype="int4")}, IncompatiblePeer, "'int4' there"),
+        ({"have_tokens": 3}, BadRequest, "have_tokens = 3"),
+        ({"request": request(CONTEXT_TOKENS)}, BadRequest, f"{CONTEXT_TOKENS} prompt tokens"),
+        ({"request": request(prompt_tokens=(1, VOCAB_SIZE))}, BadRequest, f"id {VOCAB_SIZE}"),
+    ],
+)
+async def test_what_it_cannot_do_is_refused_before_any_work(changes, error, words):
+    async with fleet() as nodes:
+        with pytest.raises(error, match=words):
+            await nodes.prefill.node.open(asked(**changes))
+        assert nodes.prefill_cache.counts().num_queries == 0
+
+
+async def test_a_second_transfer_of_one_id_is_refused_and_the_first_goes_on():
+    async with fleet() as nodes, client_of(nodes) as client:
+        await client.open(asked())
+        with pytest.raises(BadRequest, match="exists"):
+            await nodes.prefill.node.open(asked())
+        received = Received()
+        await received.take(client, asked().transfer_id)
+        assert received.frames[-1][0] is FrameType.END
+
+
+async def test_pages_for_all_of_it_are_reserved_before_it_begins():
+    async with fleet(prefill_pages=2 * HYBRID.pages_needed(100)) as nodes:
+        nodes.prefill_engine.gate.clear()
+        await nodes.prefill.node.open(asked(number=1))
+        assert nodes.prefill_cache.counts().num_transfer == HYBRID.pages_needed(100)
+        await nodes.prefill.node.open(asked(number=2))
+        with pytest.raises(Overloaded, match="no free pages"):
+            await nodes.prefill.node.open(asked(number=3))
+        assert nodes.prefill.node.load().num_transfers == 2
+        for number in (1, 2):
+            assert nodes.prefill.node.cancel(f"{number:032d}")
+        nodes.prefill_engine.gate.set()
+
+
+async def test_a_transfer_that_nobody_fetches_loses_its_lease_and_its_pages():
+    async with fleet(lease_s=0.2) as nodes:
+        await nodes.prefill.node.open(asked())
+        await nodes.at_rest()
+        assert nodes.prefill_metrics.outcomes == [("sent", "expired")]
+
+
+async def test_pages_stay_until_the_receiver_says_that_they_are_verified():
+    async with fleet(layout=DENSE, lease_s=5.0) as nodes, client_of(nodes) as client:
+        await client.open(asked())
+        received, node = Received(), nodes.prefill.node
+        async with client.stream(asked().transfer_id, received.resolve) as stream:
+            while (frame := await stream.next_frame(5)) is not None:
+                if frame.header.type is FrameType.END:
+                    await until(lambda: nodes.prefill_engine.load().num_running == 0)
+                    assert nodes.prefill_cache.counts().num_tables == 1
+                    assert node.load().num_transfers == 1
+                    await stream.acknowledge(1)
+        await nodes.at_rest()
+        assert nodes.prefill_metrics.outcomes == [("sent", "completed")]
+
+
+async def test_a_transfer_cancelled_while_its_prompt_is_looked_up_never_starts(monkeypatch):
+    monkeypatch.setattr("prfaas.server.key_thread.INLINE_TOKENS", 1)
+    async with fleet() as nodes, asyncio.TaskGroup() as tasks:
+        node = nodes.prefill.node
+        opening = tasks.create_task(_refused(node.open(asked())))
+        await asyncio.sleep(0)
+        assert node.cancel(asked().transfer_id)
+        assert "cancelled" in await opening
+        assert not node.cancel(asked().transfer_id)
+        assert nodes.prefill_engine.load().step_count == 0
+
+
+async def _refused(opening) -> str:
+    with pytest.raises(Overloaded) as caught:
+        await opening
+    return str(caught.value)
+
+
+async def test_progress_is_told_only_while_the_engine_really_advances(monkeypatch):
+    monkeypatch.setattr("prfaas.server.prefill_job.PROGRESS_INTERVAL_S", 0.02)
+    async with fleet() as nodes, client_of(nodes) as client:
+        engine = nodes.prefill_engine
+        engine.gate.clear()
+        await client.open(asked(200))
+        told: list[tuple[int, int]] = []
+        async with client.stream(asked().transfer_id, Received().resolve) as stream:
+            with pytest.raises(Exception, match="deadline"):
+                await stream.next_frame(0.3)
+            engine.prefill_step_s = 0.05
+            engine.gate.set()
+            while (frame := await stream.next_frame(5)) is not None:
+                if frame.header.type is FrameType.PROGRESS:
+                    told.append(decode_progress(frame.payload))
+                if frame.header.type is FrameType.END:
+                    await stream.acknowledge(1)
+        assert len(told) >= 3
+        assert told == sorted(told)
+        assert told[-1][0] <= 200
+
+
+async def test_a_draining_node_takes_nothing_new_and_finishes_what_it_has():
+    async with fleet() as nodes, client_of(nodes) as client:
+        await client.open(asked())
+        nodes.prefill.node.drain()
+        assert nodes.prefill.node.status().is_ready is False
+        with pytest.raises(Overloaded, match="draining"):
+            await client.open(asked(number=2))
+        received = Received()
+        await received.take(client, asked().transfer_id)
+        assert received.frames[-1][0] is FrameType.END
+
+
+async def test_closing_the_node_ends_its_transfers():
+    async with fleet() as nodes:
+        nodes.prefill_engine.prefill_step_s = 0.02
+        for number in range(3):
+            await nodes.prefill.node.open(asked(number=number))
+        await nodes.prefill.close()
+        await nodes.prefill.close()
+        assert nodes.prefill_metrics.outcomes == [("sent", "stopped")] * 3
+        assert nodes.prefill.node.is_ready == (False, "draining")
+
+
+async def test_the_load_adds_up_to_all_pages():
+    async with fleet(prefill_pages=500) as nodes:
+        nodes.prefill_engine.gate.clear()
+        await nodes.prefill.node.open(asked())
+        load = nodes.prefill.node.load()
+        assert sum(load.pages.values()) == 500
+        assert load.pages["transfer"] == HYBRID.pages_needed(100)
+        assert load.num_transfers == 1
+        nodes.prefill.node.cancel(asked().transfer_id)
+        nodes.prefill_engine.gate.set()
