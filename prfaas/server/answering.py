@@ -184,7 +184,7 @@ class Answerer:
             if not stream.is_begun:
                 raise
             if not isinstance(error, PrfaasError):
-                log.exception("request.failed")
+                log.exception("request.crashed")
             story.failed(failure_reason(error))
             await stream.send(error_event(error))
             await stream.end()

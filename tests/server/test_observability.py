@@ -1,0 +1,70 @@
+"""docs/observability.md and the code list the same metrics and the same log events."""
+
+import ast
+import re
+from pathlib import Path
+
+from prfaas.server.metrics import Metrics
+from prfaas.server.node import NodeLoad
+from prfaas.types import RequestRecord
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs" / "observability.md").read_text()
+LEVELS = {"debug", "info", "warning", "error", "exception"}
+
+
+def table_rows(heading: str) -> list[list[str]]:
+    """The cells of the table under a heading, code marks removed."""
+    section = DOCUMENT.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    return [[cell.strip().replace("`", "") for cell in row.strip("|").split("|")] for row in rows]
+
+
+def exercised() -> Metrics:
+    """Metrics in which every family has a sample."""
+    metrics = Metrics()
+    record = RequestRecord(request_id="r", prompt_tokens=1, ttft_s=0.1)
+    metrics.record_http(route_template="/health", method="GET", status=200)
+    metrics.record_finished(record, e2e_s=1.0)
+    metrics.record_failed(record, reason="overloaded")
+    metrics.record_token_gap(0.01)
+    metrics.transfer_bytes("sent", 1)
+    metrics.transfer_finished("sent", "completed")
+    metrics.watch(lambda: NodeLoad(peers_usable={"peer": True}))
+    return metrics
+
+
+def test_the_table_of_metrics_is_what_a_scrape_gives():
+    scraped = set()
+    for family in exercised().registry.collect():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        scraped.add((name, family.type, ", ".join(sorted(labels)) or "-"))
+    told = {(name, kind, labels) for name, kind, labels, _ in table_rows("Metrics")}
+    assert told == scraped
+
+
+def logged_events() -> dict[str, set[str]]:
+    """Event -> the fields that its calls give, of all log calls in the package."""
+    events: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "prfaas").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in LEVELS
+                and node.args
+                and isinstance(node.args[0], ast.Constant)
+                and re.fullmatch(r"[a-z_]+\.[a-z_]+", event := str(node.args[0].value))
+            ):
+                names = {keyword.arg for keyword in node.keywords if keyword.arg} - {"exc_info"}
+                events.setdefault(event, set()).update(names)
+    return events
+
+
+def test_the_table_of_log_events_is_what_the_code_logs():
+    told = {
+        event: set(filter(None, fields.replace("-", "").split(", ")))
+        for event, _, fields, _ in table_rows("Log events")
+    }
+    assert told == logged_events()
