@@ -152,3 +152,19 @@ def reset(connection: socket.socket) -> None:
     """Leave without a goodbye: the other side sees RST."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
+
+
+def blocking_client(port: int) -> socket.socket:
+    """A connected socket for the loop's sock_ calls."""
+    client = socket.create_connection(("127.0.0.1", port))
+    client.setblocking(False)
+    return client
+
+
+def raw_chat(port: int, **fields: object) -> bytes:
+    """A chat request as its bytes."""
+    body = json.dumps({**CHAT, **fields}).encode()
+    return (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode() + body

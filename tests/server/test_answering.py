@@ -1,6 +1,5 @@
 import asyncio
 import json
-import socket
 
 import pytest
 
@@ -8,9 +7,11 @@ from prfaas.errors import BadRequest, EngineError, Overloaded
 from tests.server.fake_node import FakeNode, byte_ids, token_ids
 from tests.server.http_face import (
     CHAT,
+    blocking_client,
     chat_text,
     finish_reasons,
     parse_events,
+    raw_chat,
     reset,
     running,
     settled,
@@ -304,24 +305,6 @@ async def test_a_fault_of_our_own_in_mid_stream_is_told_without_details():
     async with running(node) as face:
         events = await face.stream_chat()
     assert events[-1]["error"]["message"] == "internal error"
-
-
-async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection("127.0.0.1", port)
-
-
-def raw_chat(port: int, **fields: object) -> bytes:
-    body = json.dumps({**CHAT, **fields}).encode()
-    return (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    ).encode() + body
-
-
-def blocking_client(port: int) -> socket.socket:
-    client = socket.create_connection(("127.0.0.1", port))
-    client.setblocking(False)
-    return client
 
 
 async def test_a_client_that_resets_its_stream_ends_the_work_and_hurts_nobody():

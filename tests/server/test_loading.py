@@ -7,6 +7,10 @@ from prfaas.errors import ConfigError
 from prfaas.server.loading import Loading, LoadStopped
 
 
+def ignore(_stage: str) -> None:
+    """For loads whose stages do not matter."""
+
+
 async def test_a_load_gives_its_node_and_tells_where_it_is():
     stages: list[str] = []
 
@@ -24,7 +28,7 @@ async def test_a_load_that_fails_raises_here(no_leaks):
         raise ConfigError("no such file")
 
     with pytest.raises(ConfigError, match="no such file"):
-        await Loading(load, str).run(stop_timeout_s=60)
+        await Loading(load, ignore).run(stop_timeout_s=60)
 
 
 async def test_a_stopped_load_gives_nothing(no_leaks):
@@ -41,7 +45,7 @@ async def test_a_stopped_load_gives_nothing(no_leaks):
             seen.append(error)
             raise
 
-    loading = Loading(load, str)
+    loading = Loading(load, ignore)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(loading.run(stop_timeout_s=60))
         await is_loading.wait()
@@ -57,7 +61,7 @@ async def test_a_load_that_ends_after_a_stop_still_gives_its_node_to_be_closed()
         release.wait()
         return "node"
 
-    loading = Loading(load, str)
+    loading = Loading(load, ignore)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(loading.run(stop_timeout_s=60))
         await asyncio.sleep(0)
@@ -72,7 +76,7 @@ async def test_a_load_that_does_not_end_is_left_behind():
     def load(_progress):
         release.wait()
 
-    loading = Loading(load, str)
+    loading = Loading(load, ignore)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(loading.run(stop_timeout_s=0.01))
         await asyncio.sleep(0)

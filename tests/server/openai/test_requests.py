@@ -156,7 +156,7 @@ def test_a_limit_that_does_not_fit_the_context_is_named():
     )
     assert fitting.max_tokens == 10
     with pytest.raises(
-        BadRequest, match="has 91 tokens and max_tokens is 10.* 100 tokens"
+        BadRequest, match=r"has 91 tokens and max_tokens is 10.* 100 tokens"
     ) as error:
         settings.sampling_within(prompt_tokens=91, max_context_tokens=100, prompt_param="messages")
     assert (error.value.code, error.value.param) == ("context_length_exceeded", "max_tokens")
@@ -170,7 +170,7 @@ def test_an_unset_limit_is_the_room_that_is_left():
 
     assert [drawn(1), drawn(99)] == [99, 1]
     for prompt_tokens in (100, 101):
-        with pytest.raises(BadRequest, match=f"has {prompt_tokens} tokens, .*100 tokens") as error:
+        with pytest.raises(BadRequest, match=rf"has {prompt_tokens} tokens, .*100 tokens") as error:
             drawn(prompt_tokens)
         assert (error.value.code, error.value.param) == ("context_length_exceeded", "messages")
 
