@@ -69,6 +69,39 @@ class NodeProcess:
             return False, "starting"
 
 
+class Ending:
+    """Turns signals into exceptions, so that every `finally` runs and no node is left behind."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+        self._received: int | None = None
+
+    def receive(self, signal_number: int, _frame: FrameType | None) -> None:
+        """End the demo now, or at the end of `held`."""
+        self._received = signal_number
+        if not self._is_held:
+            self._end()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let no signal come between the steps of the block."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+        if self._received is not None:
+            self._end()
+
+    def _end(self) -> NoReturn:
+        if self._received in {None, signal.SIGINT}:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + self._received)
+
+
+ENDING = Ending()
+
+
 def reason_in(body: bytes) -> str:
     """Return what a node that is not ready says it is at."""
     try:
@@ -82,8 +115,8 @@ def reason_in(body: bytes) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; return its exit status."""
     options = parse(arguments)
-    for signal_number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signal_number, end)
+    for signal_number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(signal_number, ENDING.receive)
     try:
         run(options)
     except DemoError as error:
@@ -92,11 +125,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         notes.print("stopped")
     return 0
-
-
-def end(signal_number: int, _frame: FrameType | None) -> NoReturn:
-    """Leave through every `finally`, so that no node is left behind."""
-    sys.exit(128 + signal_number)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -191,21 +219,23 @@ def start(
     log = logs / f"{name}.log"
     command = prfaas("serve", "--host", HOST, "--port", str(port), *flags)
     notes.print(f"[dim]$ prfaas {' '.join(command[3:])}", soft_wrap=True)
-    with log.open("wb") as output:
+    with log.open("wb") as output, ENDING.held():
         # A session of its own: Ctrl-C reaches the demo, which then stops its nodes in order.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    running.callback(stop, process)
+        running.callback(stop, process)
     return NodeProcess(name=name, url=f"http://{HOST}:{port}", log=log, process=process)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a node: asked first, then made to."""
-    process.terminate()
+    """End a node: asked first, then made to, at once if a second signal comes."""
     try:
+        process.terminate()
         process.wait(timeout=STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
+        notes.print(f"a node did not end within {STOP_TIMEOUT_S} s and is killed")
+    finally:
         process.kill()
         process.wait()
 

@@ -7,6 +7,7 @@ from prfaas.cli.chat import chat
 from prfaas.cli.failures import FailingGroup
 from prfaas.cli.model import model
 from prfaas.cli.serve import serve
+from prfaas.cli.verify import verify
 
 
 @click.group(
@@ -19,5 +20,5 @@ def main() -> None:
     """Serve LLMs with prefill as a service: long prompts are prefilled by another node."""
 
 
-for command in (serve, model, chat):
+for command in (serve, model, verify, chat):
     main.add_command(command)

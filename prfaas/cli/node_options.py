@@ -1,7 +1,7 @@
 """The flags of a node, made from the table of settings."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,27 +16,35 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _METAVARS = {"integer": "N", "number": "SECONDS", "size": "BYTES", "text": "TEXT"}
 
 
-def node_options(command: Command) -> Command:
-    """Add `--config` and a flag for each setting that is no secret.
+def node_options(sections: Collection[str] | None = None) -> Callable[[Command], Command]:
+    """Return a decorator that adds `--config` and a flag for each setting that is no secret.
 
-    The values arrive as typed, None if absent: `config_from` merges and checks them, so that a flag,
-    a variable and a line of TOML are refused in the same words.
+    `sections` limits the flags to those of a pd node in these sections. The values arrive as typed,
+    None if absent: `config_from` merges and checks them, so that a flag, a variable and a line of
+    TOML are refused in the same words.
     """
-    for setting in reversed(SETTINGS):
-        if setting.flag is not None:
-            command = _option(setting, setting.flag)(command)
-    return click.option(
-        "--config",
-        "config_path",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="A TOML file of settings; PRFAAS_CONFIG names one too.",
-    )(command)
+
+    def add(command: Command) -> Command:
+        for setting in reversed(SETTINGS):
+            is_wanted = sections is None or (setting.section in sections and "pd" in setting.roles)
+            if setting.flag is not None and is_wanted:
+                command = _option(setting, setting.flag)(command)
+        return click.option(
+            "--config",
+            "config_path",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="A TOML file of settings; PRFAAS_CONFIG names one too.",
+        )(command)
+
+    return add
 
 
-def config_from(config_path: Path | None, flags: dict[str, object]) -> NodeConfig:
+def config_from(
+    config_path: Path | None, flags: Mapping[str, object], *, listens: bool = True
+) -> NodeConfig:
     """Return the configuration of the flags, this process's environment and the file."""
-    return load_config(flags=flags, environ=os.environ, config_path=config_path)
+    return load_config(flags=flags, environ=os.environ, config_path=config_path, listens=listens)
 
 
 def _option(setting: Setting, flag: str) -> Callable[[Command], Command]:

@@ -11,7 +11,7 @@ from prfaas.errors import ConfigError
 
 
 @click.command(short_help="Run one node until SIGTERM or Ctrl-C.")
-@node_options
+@node_options()
 @click.option("--print-config", is_flag=True, help="Print the merged settings as TOML and exit.")
 def serve(config_path: Path | None, *, print_config: bool, **flags: object) -> None:
     """Run one node until SIGTERM or Ctrl-C; running answers are finished first.

@@ -44,6 +44,7 @@ def load_config(
     flags: Mapping[str, object],
     environ: Mapping[str, str],
     config_path: Path | None = None,
+    listens: bool = True,
 ) -> NodeConfig:
     """Return the configuration of one node, each value from its strongest source.
 
@@ -51,6 +52,7 @@ def load_config(
         flags: `Setting.parameter` -> what was typed; None for a flag that was not given.
         environ: only `PRFAAS_*` is looked at.
         config_path: a TOML file; `PRFAAS_CONFIG` names one if this is None.
+        listens: the process will serve `http.host` and `http.port`.
 
     Raises:
         ConfigError: an unknown key, a value of another type or out of bounds, a setting that the
@@ -68,7 +70,7 @@ def load_config(
             sources.set(setting, raw, setting.flag or setting.key)
     config = _build(sources.values)
     _check_roles(sources, config.role)
-    check_rules(config, sources.name_of)
+    check_rules(config, sources.name_of, listens=listens)
     return config
 
 

@@ -4,7 +4,6 @@ import ipaddress
 from collections.abc import Callable
 
 from prfaas.config.options import NodeConfig
-from prfaas.config.settings import ROLE_PORTS
 from prfaas.errors import ConfigError
 
 NameOf = Callable[[str], str]
@@ -43,16 +42,20 @@ def split_peer(peer: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def check_rules(config: NodeConfig, name_of: NameOf) -> None:
-    """Raise ConfigError for values that do not fit together; `config.http.port` is set."""
+def check_rules(config: NodeConfig, name_of: NameOf, *, listens: bool = True) -> None:
+    """Raise ConfigError for values that do not fit together; `config.http.port` is set.
+
+    A process that does not listen may have a peer at the address that it would listen on.
+    """
     chunk_tokens, block_tokens = config.engine.chunk_tokens, config.cache.block_tokens
     if chunk_tokens % block_tokens:
         raise ConfigError(
             f"{name_of('engine.chunk_tokens')}: {chunk_tokens} is no multiple of the block of"
             f" {block_tokens} tokens ({name_of('cache.block_tokens')})"
         )
-    _check_listener(config, name_of)
-    _check_peer(config, name_of)
+    if listens:
+        _check_listener(config, name_of)
+    _check_peer(config, name_of, listens=listens)
 
 
 def _check_listener(config: NodeConfig, name_of: NameOf) -> None:
@@ -65,7 +68,7 @@ def _check_listener(config: NodeConfig, name_of: NameOf) -> None:
         )
 
 
-def _check_peer(config: NodeConfig, name_of: NameOf) -> None:
+def _check_peer(config: NodeConfig, name_of: NameOf, *, listens: bool) -> None:
     if config.transport.peer is None:
         return
     name = name_of("transport.peer")
@@ -73,13 +76,14 @@ def _check_peer(config: NodeConfig, name_of: NameOf) -> None:
         host, port = split_peer(config.transport.peer)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from None
-    own_port = config.http.port or ROLE_PORTS[config.role]
-    if port == own_port and (
-        host == config.http.host or (is_loopback(host) and is_loopback(config.http.host))
-    ):
+    if listens and port == config.http.port and _is_same_host(host, config.http.host):
         raise ConfigError(f"{name}: {config.transport.peer} is this node's own address")
     if not is_loopback(host) and not config.transport.allow_plaintext:
         raise ConfigError(
             f"{name}: KVCache from {host} would cross the network unencrypted; allow it with"
             " --allow-plaintext on a network you trust"
         )
+
+
+def _is_same_host(host: str, other: str) -> bool:
+    return host == other or (is_loopback(host) and is_loopback(other))

@@ -32,10 +32,24 @@ def environment(models_dir: Path) -> dict[str, str]:
     return kept | {"PRFAAS_MODELS_DIR": str(models_dir)}
 
 
-def serve_command(*flags: str) -> list[str]:
-    """Return the command line of a small node."""
-    small = ("--threads", "1", "--cache-ram-bytes", "64MiB", "--kv-ram-bytes", "256MiB")
-    return [sys.executable, "-m", "prfaas", "serve", *small, *flags]
+SMALL = ("--threads", "1", "--cache-ram-bytes", "64MiB", "--kv-ram-bytes", "256MiB")
+
+
+def command(name: str, *flags: str) -> list[str]:
+    """Return the command line of a small node, or of what is like one."""
+    return [sys.executable, "-m", "prfaas", name, *SMALL, *flags]
+
+
+def run_to_its_end(directory: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that ends by itself, with its models in `directory`."""
+    return subprocess.run(
+        command(name, *flags),
+        env=environment(directory / "models"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_GUARD_S,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +104,7 @@ def running_node(directory: Path, *flags: str) -> Iterator[NodeProcess]:
     log = directory / f"{port}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            serve_command("--port", str(port), *flags),
+            command("serve", "--port", str(port), *flags),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -1,19 +1,13 @@
 """Two nodes as people start them: a short prompt stays, a long one is prefilled by the peer."""
 
+import json
 import signal
 import socket
-import subprocess
 from typing import Any
 
 import pytest
 
-from tests.cli.node_processes import (
-    NodeProcess,
-    environment,
-    free_port,
-    running_node,
-    serve_command,
-)
+from tests.cli.node_processes import NodeProcess, free_port, run_to_its_end, running_node
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -113,25 +107,44 @@ def test_a_used_port_is_one_line_before_anything_is_loaded(role, directory):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         flags = ("--role", role, "--port", str(port), "--model", "/no/such/model")
-        failed = run_to_its_end(directory, *flags)
+        failed = run_to_its_end(directory, "serve", *flags)
     assert failed.returncode == 2
     assert failed.stderr.splitlines()[-1].startswith(f"prfaas: cannot listen on 127.0.0.1:{port}")
     assert "model" not in failed.stderr
 
 
-@pytest.mark.parametrize("model", ["/no/such/model", "no-such-model"])
-def test_a_missing_model_is_one_line(model, directory):
-    failed = run_to_its_end(directory, "--port", str(free_port()), "--model", model)
+def test_a_missing_model_is_one_line(directory):
+    flags = ("--port", str(free_port()), "--model", "no-such-model")
+    failed = run_to_its_end(directory, "serve", *flags)
     assert failed.returncode == 2
-    assert model in failed.stderr.splitlines()[-1]
+    assert "no-such-model" in failed.stderr.splitlines()[-1]
     assert "Traceback" not in failed.stderr
 
 
-def run_to_its_end(directory, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        serve_command(*flags),
-        env=environment(directory / "models"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_verify_finds_the_peers_prefill_equal_bit_by_bit(prefill, directory):
+    flags = ("--peer", f"127.0.0.1:{prefill.port}", "--model", str(directory / "tiny"), "--json")
+    flags += ("--max-context-tokens", "400")  # the longer prompts take most of a minute
+    done = run_to_its_end(directory, "verify", *flags)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["tokens_equal"] is report["bits_equal"] is True
+    assert {case["route"] for case in report["cases"]} == {"remote"}
+    assert max(case["prompt_tokens"] for case in report["cases"]) > 300
+    assert len(done.stderr.splitlines()) >= len(report["cases"])
+
+
+def test_verify_refuses_another_model_and_names_what_differs(prefill, directory):
+    other = write_tiny_model(directory / "other", "gemma3", seed=1)
+    flags = ("--peer", f"127.0.0.1:{prefill.port}", "--model", str(other))
+    failed = run_to_its_end(directory, "verify", *flags)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert "model" in failed.stderr.splitlines()[-1]
+    assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize(("flags", "status"), [((), 2), (("--peer", "127.0.0.1:1"), 1)])
+def test_verify_without_a_peer_is_one_line(flags, status, directory):
+    failed = run_to_its_end(directory, "verify", "--model", str(directory / "tiny"), *flags)
+    assert failed.returncode == status
+    assert "peer" in failed.stderr.splitlines()[-1]
+    assert "Traceback" not in failed.stderr

@@ -1,0 +1,72 @@
+"""`prfaas verify`: does a prefill by the peer give this node's own bits?"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from prfaas.cli.node_options import config_from, node_options
+from prfaas.cli.progress import shown_progress
+from prfaas.cli.serve import limit_threads
+from prfaas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prfaas.server.verify import VerifyCase
+
+
+@click.command(short_help="Compare a peer's prefill with our own, bit by bit.")
+@node_options(sections=("model", "engine", "cache", "transport"))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def verify(config_path: Path | None, *, as_json: bool, **flags: object) -> None:
+    """Load the model here, and compare answers prefilled here with answers prefilled by --peer.
+
+    Prompts of many lengths, greedy and seeded: without any cache, then with the caches of both
+    sides. The status is 0 if all tokens and the first logits agree in every bit.
+    """
+    config = config_from(config_path, flags | {"role": "pd"}, listens=False)
+    if config.transport.peer is None:
+        raise ConfigError("verify needs --peer host:port, the prefill node to compare with")
+    limit_threads(config.engine.threads)
+    import asyncio  # slow to import, as is torch behind the next
+
+    import uvloop
+
+    from prfaas.log import configure_logging
+    from prfaas.server.verify import run_verify
+
+    configure_logging(level="warning", log_format=config.log.format)
+
+    def show(case: "VerifyCase", done: int, total: int) -> None:
+        click.echo(f"{done:>3}/{total} {describe(case)}", err=as_json)
+
+    with (
+        shown_progress(is_quiet=as_json) as progress,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        report = runner.run(run_verify(config, progress=progress, on_case=show))
+    if as_json:
+        click.echo(json.dumps(report.to_json()))
+    else:
+        verdict = "equal" if report.tokens_equal and report.bits_equal else "NOT equal"
+        click.echo(f"local and remote answers are {verdict}")
+    if not (report.tokens_equal and report.bits_equal):
+        raise click.exceptions.Exit(1)
+
+
+def describe(case: "VerifyCase") -> str:
+    """Return one line about a case."""
+    if case.failure is not None:
+        verdict = f"FAILED: {case.failure}"
+    elif case.tokens_equal and case.bits_equal:
+        verdict = "equal"
+    else:
+        verdict = "tokens equal, " if case.tokens_equal else "tokens DIFFER, "
+        verdict += "bits equal" if case.bits_equal else "bits DIFFER"
+        if case.max_logit_difference is not None:
+            verdict += f" (logits by up to {case.max_logit_difference:.3g})"
+    return (
+        f"{case.prompt_tokens:>6} tokens {case.sampling:<6} {case.row:<13}"
+        f" {case.tokens_reused:>6} reused {case.tokens_remote:>6} remote"
+        f" {case.bytes_received / 1e6:>6.1f} MB  {verdict}"
+    )
