@@ -122,8 +122,8 @@ def test_a_missing_model_is_one_line(directory):
 
 
 def test_verify_finds_the_peers_prefill_equal_bit_by_bit(prefill, directory):
-    flags = ("--peer", f"127.0.0.1:{prefill.port}", "--model", str(directory / "tiny"), "--json")
-    flags += ("--max-context-tokens", "400")  # the longer prompts take most of a minute
+    flags = ["--peer", f"127.0.0.1:{prefill.port}", "--model", str(directory / "tiny"), "--json"]
+    flags += ["--max-context-tokens", "400"]  # the longer prompts take most of a minute
     done = run_to_its_end(directory, "verify", *flags)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
