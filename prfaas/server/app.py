@@ -120,7 +120,9 @@ async def serve(
                 "ServingNode | RoutedNode | None",
                 await loading.run(stop_timeout_s=options.drain_timeout_s),
             )
-            if node is not None:
+            if node is not None and stop.first.is_set():  # loaded, but too late to serve
+                await node.close()
+            elif node is not None:
                 await _run(node, face, listener, stop, on_ready)
     log.info("node.stopped", role=config.role)
 

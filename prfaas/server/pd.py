@@ -209,6 +209,9 @@ class PdNode:
                 )
                 if not generation.is_answered:
                     await self._decode(generation, hold, return_logits)
+        except asyncio.CancelledError:  # by `close`: whoever iterates must hear of it
+            generation.fail(EngineError("the node is closing"))
+            raise
         except PrfaasError as error:
             generation.fail(error)
         except Exception:  # noqa: BLE001  # one request's bug must not end the node

@@ -142,6 +142,25 @@ async def test_a_signal_while_loading_stops_the_load_at_its_next_progress_call()
     await with_node(None, config_on(free_port()), act, factory)  # returns
 
 
+async def test_a_node_whose_load_ends_after_the_signal_is_closed_unused():
+    release = threading.Event()
+    node = FakeNode()
+
+    def factory(config, metrics, progress):
+        release.wait()
+        return node
+
+    async def act(client):
+        await client.until_ready(503)
+        terminate()
+        await asyncio.sleep(0)
+        release.set()
+
+    await with_node(node, config_on(free_port()), act, factory)
+    assert node.is_closed
+    assert not node.is_started
+
+
 async def test_a_load_that_cannot_be_stopped_is_left_behind():
     release = threading.Event()
 

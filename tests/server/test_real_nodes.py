@@ -1,228 +1,77 @@
-"""The HTTP face over real nodes: a tiny model, a prefill peer, and the answers that must agree."""
+"""Real engines through a bad link: the answer is the local answer, and nothing stays held."""
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-import aiohttp
 import pytest
-import torch
 
-from prfaas.cache.options import CacheOptions
-from prfaas.config.options import HttpOptions, ModelOptions, NodeConfig, Role
-from prfaas.engine.options import EngineOptions
-from prfaas.scheduler.options import SchedulerOptions
-from prfaas.server.app import Face
-from prfaas.server.lifecycle import Lifecycle
-from prfaas.server.listening import Listener, bind_socket
-from prfaas.server.metrics import Metrics
-from prfaas.server.node import NodeFactory  # noqa: TC001
-from prfaas.server.pd import load_pd_node
-from prfaas.server.prefill import load_prefill_node
-from prfaas.transport.options import TransportOptions
-from tests.server.http_face import (
-    HttpFace,
-    blocking_client,
-    chat_text,
-    finish_reasons,
-    raw_chat,
-    reset,
-    until,
-)
+from prfaas.server.verify import verify_tokens
+from prfaas.types import Request, RequestRecord, RouteName, SamplingParams
+from tests.server.fleet import until
+from tests.server.real_nodes import RealNodes, real_nodes
+from tests.server.relay import Fault
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
-
-CONTEXT_TOKENS = 600
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", "gemma3")
+NUM_TOKENS = 200
 
 
-def config_of(model_dir: Path, role: Role, peer: str | None = None) -> NodeConfig:
-    return NodeConfig(
-        role=role,
-        model=ModelOptions(model=str(model_dir)),
-        http=HttpOptions(port=0),
-        engine=EngineOptions(
-            dtype="float32", threads=1, chunk_tokens=64, max_context_tokens=CONTEXT_TOKENS
-        ),
-        cache=CacheOptions(ram_bytes=16 << 20, block_tokens=16),
-        transport=TransportOptions(peer=peer),
-        scheduler=SchedulerOptions(threshold_tokens=100),
+async def ask(
+    nodes: RealNodes, name: str, route: RouteName, *, num_events: int | None = None
+) -> tuple[list[tuple[int, int]], RequestRecord]:
+    """Return (choice, token) pairs and the record; leave after `num_events` of them."""
+    asked = Request(
+        request_id=name,
+        prompt_tokens=verify_tokens(nodes.pd.tokenizer.encode, NUM_TOKENS),
+        sampling=SamplingParams(max_tokens=8, seed=5, temperature=0.9),
+        num_choices=2,
+        cache_salt=name.encode(),
     )
+    drawn: list[tuple[int, int]] = []
+    async with nodes.pd.generate(asked, force_route=route) as generation:
+        if num_events != 0:
+            async for event in generation:
+                drawn.append((event.choice_index, event.token_id))
+                if len(drawn) == num_events:
+                    break
+    return sorted(drawn, key=lambda pair: pair[0]), generation.record
 
 
-def ignore(_stage: str, _done: int, _total: int) -> None:
-    """For loads that nobody watches."""
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+async def test_cut_and_damaged_transfers_give_the_local_answer(family, tmp_path, monkeypatch):
+    monkeypatch.setenv("PRFAAS_MODELS_DIR", str(tmp_path / "models"))
+    model = write_tiny_model(tmp_path / family, family)
+    async with real_nodes(model, model) as nodes:
+        local, _ = await ask(nodes, "local", "local")
+        whole, record = await ask(nodes, "whole", "remote")
+        assert record.route == "remote"
+        assert whole == local
+        length = nodes.relay.stream_bytes
+        salvaged = []
+        for index, (kind, fraction) in enumerate(
+            [("cut", 0.1), ("cut", 0.5), ("flip", 0.5), ("cut", 0.9), ("cut", 0.9999)]
+        ):
+            nodes.relay.fault = Fault(int(length * fraction), kind)
+            drawn, record = await ask(nodes, f"hurt-{index}", "remote")
+            assert record.route == "local"
+            assert record.reason.startswith("transfer_failed")
+            assert record.tokens_reused + record.tokens_local + record.tokens_remote == NUM_TOKENS
+            assert drawn == local
+            salvaged.append(record.tokens_remote)
+            nodes.relay.fault = None
+            await until(lambda: nodes.pd.peer is not None and nodes.pd.peer.is_usable)
+            whole, record = await ask(nodes, f"whole-{index}", "remote")
+            assert (whole, record.route) == (local, "remote")
+        if family == "llama":
+            assert salvaged[1] > 0
+            assert salvaged[3] > salvaged[1]
 
 
-@asynccontextmanager
-async def node_running(config: NodeConfig) -> AsyncIterator[HttpFace]:
-    """A loaded node behind its HTTP face."""
-    metrics, lifecycle = Metrics(), Lifecycle()
-    load: NodeFactory = load_pd_node if config.role == "pd" else load_prefill_node
-    node = await asyncio.to_thread(load, config, metrics, ignore)
-    listening = bind_socket("127.0.0.1", 0)
-    port = listening.getsockname()[1]
-    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
-        with Face(config, lifecycle, metrics) as face:
-            async with Listener(listening, config.http) as listener:
-                await node.start(tasks)
-                await listener.show(face.node_app(node))
-                face.start_serving(node)
-                try:
-                    yield HttpFace(
-                        node=node,  # type: ignore[arg-type]  # tests use what both kinds have
-                        lifecycle=lifecycle,
-                        metrics=metrics,
-                        face=face,
-                        session=session,
-                        port=port,
-                    )
-                finally:
-                    await node.close()
-
-
-def holds_nothing(face: HttpFace) -> bool:
-    load = face.node.load()
-    return not (load.num_running or load.num_waiting or load.pages["referenced"])
-
-
-async def test_answers_agree_whole_streamed_cold_warm_and_remote(model_dir):
-    prompt = "The quick brown fox jumps over the lazy dog. " * 12
-    body: dict[str, Any] = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": prompt}],
-        "temperature": 0,
-        "max_tokens": 24,
-        "seed": 5,
-    }
-    async with (
-        node_running(config_of(model_dir, "prefill")) as prefill,
-        node_running(config_of(model_dir, "pd", f"127.0.0.1:{prefill.port}")) as pair,
-        node_running(config_of(model_dir, "pd")) as alone,
-    ):
-        await until(lambda: any(pair.node.load().peers_usable.values()))
-        path = "/v1/chat/completions"
-        _, cold = await alone.post(path, body)
-        _, warm = await alone.post(path, body)
-        streamed = await alone.stream(path, body)
-        status, remote = await pair.post(path, {**body, "cache_salt": "a"})
-        _, again = await pair.post(path, {**body, "cache_salt": "a"})
-        await until(lambda: holds_nothing(alone) and holds_nothing(pair) and holds_nothing(prefill))
-    assert status == 200
-    answers = [b["choices"][0]["message"]["content"] for b in (cold, warm, remote, again)]
-    assert len(answers[0]) > 0
-    assert answers == [answers[0]] * 4
-    assert chat_text(streamed) == answers[0]
-    stories = [body["usage"]["prfaas"] for body in (cold, warm, remote, again)]
-    assert [story["route"] for story in stories] == ["local", "local", "remote", "local"]
-    assert stories[0]["tokens_reused"] == 0
-    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
-    assert stories[2]["tokens_remote"] > 100
-    assert stories[2]["bytes_received"] > 0
-    for body in (cold, warm, remote, again):
-        story = body["usage"]["prfaas"]
-        parts = (story["tokens_reused"], story["tokens_local"], story["tokens_remote"])
-        assert sum(parts) == body["usage"]["prompt_tokens"]
-        assert story["ttft_s"] > 0
-
-
-async def test_several_seeded_choices_differ_and_agree_in_both_modes(model_dir):
-    fields: dict[str, Any] = {"n": 3, "seed": 7, "temperature": 1, "max_tokens": 12}
-    async with node_running(config_of(model_dir, "pd")) as face:
-        _, whole = await face.chat(**fields)
-        events = await face.stream_chat(**fields)
-        _, other = await face.chat(**{**fields, "seed": 8})
-        await until(lambda: holds_nothing(face))
-    texts = [choice["message"]["content"] for choice in whole["choices"]]
-    assert len(set(texts)) > 1
-    assert [chat_text(events, index) for index in range(3)] == texts
-    assert sorted(finish_reasons(events)) == [0, 1, 2]
-    assert all(len(reasons) == 1 for reasons in finish_reasons(events).values())
-    assert [choice["message"]["content"] for choice in other["choices"]] != texts
-
-
-async def test_a_stop_string_ends_the_work_of_the_engine(model_dir):
-    async with node_running(config_of(model_dir, "pd")) as face:
-        _, free = await face.chat(temperature=0, max_tokens=40)
-        text = free["choices"][0]["message"]["content"]
-        stop = text[8:11]
-        _, stopped = await face.chat(temperature=0, max_tokens=400, stop=stop)
-        events = await face.stream_chat(temperature=0, max_tokens=400, stop=stop)
-        await until(lambda: holds_nothing(face))
-    expected = text[: text.index(stop)]
-    assert stopped["choices"][0]["message"]["content"] == expected
-    assert stopped["choices"][0]["finish_reason"] == "stop"
-    assert chat_text(events) == expected
-    assert stopped["usage"]["completion_tokens"] <= 40
-
-
-async def test_top_logprobs_of_a_single_candidate_are_numbers(model_dir):
-    async with node_running(config_of(model_dir, "pd")) as face:
-        status, body = await face.chat(logprobs=True, top_logprobs=20, top_k=1, max_tokens=6)
-        banned, _ = await face.chat(logit_bias={"5": -100}, logprobs=True, max_tokens=3)
-    assert (status, banned) == (200, 200)
-    choice = body["choices"][0]
-    entries = choice["logprobs"]["content"]
-    spelled = b"".join(bytes(entry["bytes"]) for entry in entries)
-    assert spelled.decode(errors="replace") == choice["message"]["content"]
-    for entry in entries:
-        assert len(entry["top_logprobs"]) == 20
-        assert entry["top_logprobs"][0]["token"] == entry["token"]  # top_k 1 draws the likeliest
-
-
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_the_context_is_filled_to_the_last_token_and_no_further(model_dir, is_stream):
-    async with node_running(config_of(model_dir, "pd")) as face:
-        for num_tokens, status in [(CONTEXT_TOKENS - 1, 200), (CONTEXT_TOKENS, 400)]:
-            body = {"model": "tiny", "prompt": [7] * num_tokens, "max_tokens": 1}
-            async with face.session.post(
-                face.url + "/v1/completions", json={**body, "stream": is_stream}
-            ) as response:
-                assert response.status == status, await response.text()
-        await until(lambda: holds_nothing(face))
-
-
-async def test_a_client_that_leaves_frees_its_pages_and_the_next_answer_is_right(model_dir):
-    loop = asyncio.get_running_loop()
-    async with node_running(config_of(model_dir, "pd")) as face:
-        _, before = await face.chat(temperature=0, max_tokens=8)
-        for is_stream in (True, False):
-            client = blocking_client(face.port)
-            await loop.sock_sendall(
-                client, raw_chat(face.port, stream=is_stream, max_tokens=500, ignore_eos=True)
-            )
-            await until(lambda: face.node.load().num_running)
-            reset(client)
-            await until(lambda: holds_nothing(face) and not face.lifecycle.num_inside)
-        _, after = await face.chat(temperature=0, max_tokens=8)
-    assert after["choices"] == before["choices"]
-
-
-async def test_many_at_once_are_all_answered_as_if_alone(model_dir):
-    config = config_of(model_dir, "pd")
-    config = replace(config, engine=replace(config.engine, max_batch_sequences=3))
-
-    def fields(number: int) -> dict[str, Any]:
-        content = f"Question {number}: " + "word " * (number * 7)
-        return {
-            "messages": [{"role": "user", "content": content}],
-            "temperature": 0,
-            "max_tokens": 10,
-        }
-
-    async with node_running(config) as face:
-        alone = [await face.chat(**fields(number)) for number in range(8)]
-        async with asyncio.TaskGroup() as tasks:
-            together = [tasks.create_task(face.chat(**fields(number))) for number in range(8)]
-        await until(lambda: holds_nothing(face))
-    for (_, one), task in zip(alone, together, strict=True):
-        assert task.result()[1]["choices"] == one["choices"]
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+async def test_clients_that_leave_real_engines_leave_nothing_held(family, tmp_path, monkeypatch):
+    monkeypatch.setenv("PRFAAS_MODELS_DIR", str(tmp_path / "models"))
+    model = write_tiny_model(tmp_path / family, family)
+    async with real_nodes(model, model) as nodes:
+        for index in range(12):
+            await ask(nodes, f"left-{index}", "remote", num_events=index % 6)
+        await nodes.at_rest()
+        whole, record = await ask(nodes, "whole", "remote")
+        assert record.route == "remote"
+        assert whole == (await ask(nodes, "local", "local"))[0]
