@@ -9,7 +9,7 @@ reused something if the prompt is longer than a block.
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ SEED = 20_260_415
 
 SamplingName = Literal["greedy", "seeded"]
 RowName = Literal["remote", "remote_cached"]
+ROWS: tuple[RowName, ...] = ("remote", "remote_cached")
 SAMPLING: dict[SamplingName, SamplingParams] = {
     "greedy": SamplingParams(max_tokens=NUM_TOKENS, seed=SEED, temperature=0.0),
     "seeded": SamplingParams(max_tokens=NUM_TOKENS, seed=SEED, temperature=1.0),
@@ -141,21 +142,10 @@ async def verify_node(
         raise TransferError(f"peer {peer.name} is {peer.state}: {peer.detail}")
     lengths = prompt_lengths(node.layout, node.max_context_tokens)
     tokens = verify_tokens(node.tokenizer.encode, max(lengths))
-    cases: list[VerifyCase] = []
-    num_cases = len(lengths) * len(SAMPLING) * 2
+    run = _Run(node, clock, on_case, num_cases=len(lengths) * len(SAMPLING) * len(ROWS))
     for length in lengths:
-        for name in SAMPLING:
-            asker = _Asker(node, tokens[:length], name, clock)
-            local = await asker.ask("local", secrets.token_bytes(16))
-            salt = secrets.token_bytes(16)
-            for row in ("remote", "remote_cached"):
-                case = _compare(
-                    local, await asker.ask("remote", salt), name, row, node.layout.block_tokens
-                )
-                cases.append(case)
-                if on_case is not None:
-                    on_case(case, len(cases), num_cases)
-    return VerifyReport(peer=peer.name, cases=tuple(cases))
+        await run.compare(tokens[:length])
+    return VerifyReport(peer=peer.name, cases=tuple(run.cases))
 
 
 def prompt_lengths(layout: CacheLayout, max_context_tokens: int) -> list[int]:
@@ -183,30 +173,51 @@ def verify_tokens(encode: Callable[..., list[int]], num_tokens: int) -> tuple[in
         num_sentences *= 2
 
 
-class _Asker:
-    """Asks one prompt again and again."""
+class _Run:
+    """Compares one prompt after the other; its greedy and its seeded answers run side by side."""
 
     def __init__(
-        self, node: PdNode, tokens: Sequence[int], sampling: SamplingName, clock: Clock
+        self, node: PdNode, clock: Clock, on_case: CaseDone | None, *, num_cases: int
     ) -> None:
+        self.cases: list[VerifyCase] = []
         self._node = node
-        self._tokens = tuple(tokens)
-        self._sampling = sampling
         self._clock = clock
+        self._on_case = on_case
+        self._num_cases = num_cases
 
-    async def ask(self, route: RouteName, salt: bytes) -> _Answer:
+    async def compare(self, tokens: tuple[int, ...]) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for name in SAMPLING:
+                    tasks.create_task(self._compare_rows(tokens, name))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+
+    async def _compare_rows(self, tokens: tuple[int, ...], sampling: SamplingName) -> None:
+        local = await self._ask(tokens, sampling, "local", secrets.token_bytes(16))
+        salt = secrets.token_bytes(16)
+        for row in ROWS:
+            remote = await self._ask(tokens, sampling, "remote", salt)
+            case = _compare(local, remote, sampling, row, self._node.layout.block_tokens)
+            self.cases.append(case)
+            if self._on_case is not None:
+                self._on_case(case, len(self.cases), self._num_cases)
+
+    async def _ask(
+        self, tokens: tuple[int, ...], sampling: SamplingName, route: RouteName, salt: bytes
+    ) -> _Answer:
         request = Request(
             request_id=f"verify-{secrets.token_hex(8)}",
-            prompt_tokens=self._tokens,
-            sampling=SAMPLING[self._sampling],
+            prompt_tokens=tokens,
+            sampling=SAMPLING[sampling],
             cache_salt=salt,
             arrival_s=self._clock(),
         )
         async with self._node.generate(
             request, force_route=route, return_logits=True
         ) as generation:
-            tokens = [event.token_id async for event in generation]
-        return _Answer(tuple(tokens), generation.first_logits, generation.record)
+            drawn = [event.token_id async for event in generation]
+        return _Answer(tuple(drawn), generation.first_logits, generation.record)
 
 
 def _compare(

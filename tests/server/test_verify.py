@@ -1,39 +1,30 @@
 """Two real nodes on tiny models: verify finds equality where there is one, and only there."""
 
-import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from prfaas.cache.options import CacheOptions
 from prfaas.clock import monotonic_s
-from prfaas.config.options import ModelOptions, NodeConfig
-from prfaas.engine.options import EngineOptions
 from prfaas.errors import TransferError
 from prfaas.server import verify
-from prfaas.server.pd import PdNode, load_pd_node
-from prfaas.server.prefill import PrefillNode, load_prefill_node
 from prfaas.server.verify import (
     NUM_TOKENS,
-    VerifyReport,
     prompt_lengths,
     run_verify,
     verify_node,
     verify_tokens,
 )
-from prfaas.transport.options import TransportOptions
 from prfaas.types import Request, SamplingParams
-from tests.server.fleet import CountedTransfers, PrefillHost, until
+from tests.server.fleet import until
+from tests.server.real_nodes import config, no_progress, real_nodes
 from tests.server.scripted_engine import DENSE, HYBRID
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["gemma3", "llama", "qwen3"]
-CONTEXT_TOKENS = 260
 DRAWN_TOKENS = 5
 
 
@@ -48,45 +39,11 @@ def models(tmp_path, monkeypatch) -> Callable[..., Path]:
     return lambda family, seed=0: write_tiny_model(tmp_path / f"{family}-{seed}", family, seed)
 
 
-def config(model: Path, **transport: object) -> NodeConfig:
-    return NodeConfig(
-        model=ModelOptions(model=str(model)),
-        cache=CacheOptions(ram_bytes=64 << 20, block_tokens=16),
-        engine=EngineOptions(threads=1, chunk_tokens=64, max_context_tokens=CONTEXT_TOKENS),
-        transport=TransportOptions(**transport),  # type: ignore[arg-type]
-    )
-
-
-def no_progress(stage: str, done: int, total: int) -> None:
-    return None
-
-
-@contextlib.asynccontextmanager
-async def nodes(pd_model: Path, prefill_model: Path) -> AsyncIterator[tuple[PdNode, PrefillNode]]:
-    prefill = load_prefill_node(config(prefill_model), CountedTransfers(), no_progress)
-    host = PrefillHost(lambda: prefill)
-    async with asyncio.TaskGroup() as tasks:
-        await host.start(tasks)
-        pd_config = config(pd_model, peer=f"127.0.0.1:{host.port}")
-        pd = load_pd_node(pd_config, CountedTransfers(), no_progress)
-        await pd.start(tasks)
-        try:
-            async with asyncio.timeout(120):
-                yield pd, prefill
-                caches = (pd._cache, prefill._cache)
-                await until(lambda: not any(cache.counts().num_tables for cache in caches))
-                for cache in caches:
-                    cache.check()
-                    assert cache.counts().num_referenced == 0
-        finally:
-            await pd.close()
-            await host.close()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_equal_nodes_agree_on_every_token_and_every_bit(family, models):
     model = models(family)
-    async with nodes(model, model) as (pd, _):
+    async with real_nodes(model, model) as nodes:
+        pd = nodes.pd
         seen = []
         report = await verify_node(
             pd, clock=monotonic_s, on_case=lambda case, done, total: seen.append((done, total))
@@ -102,14 +59,16 @@ async def test_equal_nodes_agree_on_every_token_and_every_bit(family, models):
 
 
 async def test_a_peer_with_other_weights_is_refused(models):
-    async with nodes(models("gemma3"), models("gemma3", 1)) as (pd, _):
+    async with real_nodes(models("gemma3"), models("gemma3", 1)) as nodes:
+        pd = nodes.pd
         with pytest.raises(TransferError, match=r"incompatible.*model_fingerprint"):
             await verify_node(pd, clock=monotonic_s)
 
 
 async def test_a_peer_that_lies_about_its_model_is_found_out_by_its_bits(models):
-    async with nodes(models("llama"), models("llama", 1)) as (pd, prefill):
-        prefill._identity = pd.identity
+    async with real_nodes(models("llama"), models("llama", 1)) as nodes:
+        pd = nodes.pd
+        nodes.prefill._identity = pd.identity
         assert pd.peer is not None
         pd.peer.doubt()
         await until(lambda: pd.peer is not None and pd.peer.state == "up")
@@ -122,9 +81,11 @@ async def test_a_peer_that_lies_about_its_model_is_found_out_by_its_bits(models)
 
 async def test_rows_that_did_not_go_remote_are_failures_however_equal(models):
     model = models("qwen3")
-    async with nodes(model, model) as (pd, prefill):
+    async with real_nodes(model, model) as nodes:
+        pd = nodes.pd
         assert pd.peer is not None
         await pd.peer.settled()
+        prefill = nodes.prefill
         prefill._options = replace(prefill._options, max_transfers=0)
         report = await verify_node(pd, clock=monotonic_s)
         assert all(case.tokens_equal for case in report.cases)
@@ -136,7 +97,7 @@ async def test_rows_that_did_not_go_remote_are_failures_however_equal(models):
 async def test_verify_runs_from_a_configuration_and_names_an_absent_peer(models):
     model = models("llama")
     with pytest.raises(TransferError, match=r"127\.0\.0\.1:9 is down"):
-        await run_verify(config(model, peer="127.0.0.1:9"), progress=no_progress)
+        await run_verify(config(model, "127.0.0.1:9"), progress=no_progress)
     with pytest.raises(TransferError, match="no peer"):
         await run_verify(config(model), progress=no_progress)
 
@@ -145,7 +106,8 @@ async def test_verify_runs_from_a_configuration_and_names_an_absent_peer(models)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_penalties_bias_and_logprobs_travel_with_the_prompt(family, models, temperature):
     model = models(family)
-    async with nodes(model, model) as (pd, _):
+    async with real_nodes(model, model) as nodes:
+        pd = nodes.pd
         answers = []
         for route in ("local", "remote"):
             sampling = SamplingParams(
@@ -182,7 +144,3 @@ def test_lengths_lie_around_a_block_beyond_each_window_and_within_the_context():
     assert prompt_lengths(DENSE, 10_000) == [1, 7, 8, 9, 29, 4133]
     assert prompt_lengths(HYBRID, 10_000) == [1, 7, 8, 9, 29, 35, 4133]
     assert prompt_lengths(HYBRID, 100) == [1, 7, 8, 9, 29, 35, 100 - NUM_TOKENS - 1]
-
-
-def test_a_report_without_an_equal_row_is_not_equal():
-    assert VerifyReport(peer="p", cases=()).to_json()["cases"] == []

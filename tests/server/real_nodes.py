@@ -1,0 +1,72 @@
+"""Two nodes with real engines over tiny models, and a relay between them."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from prfaas.cache.options import CacheOptions
+from prfaas.config.options import ModelOptions, NodeConfig
+from prfaas.engine.options import EngineOptions
+from prfaas.server.pd import PdNode, load_pd_node
+from prfaas.server.prefill import PrefillNode, load_prefill_node
+from prfaas.transport.options import TransportOptions
+from tests.server.fleet import CountedTransfers, PrefillHost, until
+from tests.server.relay import Relay
+
+CONTEXT_TOKENS = 260
+TRANSPORT = TransportOptions(stall_timeout_s=10.0)
+"""Patient: tests share their processors."""
+
+
+@dataclass
+class RealNodes:
+    pd: PdNode
+    prefill: PrefillNode
+    relay: Relay
+
+    async def at_rest(self) -> None:
+        """Return when nobody holds anything; check every count on the way."""
+        caches = (self.pd._cache, self.prefill._cache)
+        await until(lambda: not any(cache.counts().num_tables for cache in caches))
+        for cache in caches:
+            cache.check()
+            assert cache.counts().num_referenced == 0
+
+
+def config(model: Path, peer: str | None = None) -> NodeConfig:
+    return NodeConfig(
+        model=ModelOptions(model=str(model)),
+        cache=CacheOptions(ram_bytes=64 << 20, block_tokens=16),
+        engine=EngineOptions(threads=1, chunk_tokens=64, max_context_tokens=CONTEXT_TOKENS),
+        transport=replace(TRANSPORT, peer=peer),
+    )
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    return None
+
+
+@contextlib.asynccontextmanager
+async def real_nodes(pd_model: Path, prefill_model: Path) -> AsyncIterator[RealNodes]:
+    prefill = load_prefill_node(config(prefill_model), CountedTransfers(), no_progress)
+    host, relay = PrefillHost(lambda: prefill), Relay()
+    async with asyncio.TaskGroup() as tasks:
+        await host.start(tasks)
+        await relay.start(host.port)
+        pd = load_pd_node(
+            config(pd_model, f"127.0.0.1:{relay.port}"), CountedTransfers(), no_progress
+        )
+        await pd.start(tasks)
+        nodes = RealNodes(pd, prefill, relay)
+        try:
+            async with asyncio.timeout(120):
+                assert pd.peer is not None
+                await pd.peer.settled()
+                yield nodes
+                await nodes.at_rest()
+        finally:
+            await pd.close()
+            await host.close()
+            await relay.close()
