@@ -89,3 +89,8 @@ def test_the_story_of_an_answer_is_documented_field_by_field():
 def test_a_script_that_is_named_exists(script):
     path = Path(__file__).parents[1] / script
     assert path.stat().st_mode & 0o111
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([\w./]+)\)", README))))
+def test_a_file_that_is_linked_exists(link):
+    assert (Path(__file__).parents[1] / link).is_file()
