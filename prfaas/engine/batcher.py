@@ -26,7 +26,7 @@ from prfaas.errors import BadRequest, ConfigError, Overloaded
 AGEING_STEPS = 64
 _OLDEST_SHARE = 4
 """The oldest pending sequence gets a guaranteed 1 / _OLDEST_SHARE of the prefill tokens."""
-_MIN_HEADROOM_TOKENS = 256
+_MIN_HEADROOM_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

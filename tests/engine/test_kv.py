@@ -165,6 +165,20 @@ def test_a_fork_goes_its_own_way() -> None:
         assert export(other, layer_index, 1, BLOCK_TOKENS) == expected_page(1, BLOCK_TOKENS)
 
 
+def test_room_that_is_reserved_later_changes_nothing() -> None:
+    kv, roomy = new_kv(capacity_tokens=64), filled(60, 900)
+    write(kv, 60)
+    with pytest.raises(ValueError, match="in a sequence of 128"):
+        kv.layers[FULL].write(60, values(60, 900), values(60, 900))
+    kv.reserve(1000)
+    kv.reserve(10)
+    assert kv.capacity_tokens == 1000
+    assert kv.nbytes == capacity_bytes(LAYERS, 1000)
+    write(kv, 900)
+    for layer, block in ((FULL, 0), (FULL, 55), (WINDOW, 55)):
+        assert export(kv, layer, block, BLOCK_TOKENS) == export(roomy, layer, block, BLOCK_TOKENS)
+
+
 def test_a_sequence_can_go_back() -> None:
     kv = filled(50)
     kv.set_num_tokens(33)

@@ -1,0 +1,173 @@
+"""Sequences that make room and come back, and histories with everything at once."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas.engine.model import Model
+from prfaas.errors import BadRequest
+from tests.engine.running import (
+    BLOCK,
+    GREEDY,
+    SEEDED,
+    Recorder,
+    plain_answer,
+    preempting_node,
+    prefill_and_ship,
+    prompt_of,
+    tiny,
+)
+
+
+@pytest.fixture
+def gemma() -> Model:
+    return tiny("gemma3", "float16")
+
+
+# ---------------------------------------------------------------- preemption
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_pages", [True, False], ids=["pages", "few-pages"])
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_a_preempted_sequence_gives_the_same_answer(family, has_pages):
+    model = tiny(family, "float16")
+    layout = model.layout(BLOCK)
+    few_bytes = 5 * layout.pages_per_block * layout.page_bytes
+    sampling = replace(SEEDED, max_tokens=120)
+    node = preempting_node(
+        model,
+        num_sequences=1.7,
+        num_tokens=170,
+        ram_bytes=32 << 20 if has_pages else few_bytes,
+    )
+    prompts = [prompt_of(length, seed=length) for length in (50, 37)]
+    for index, prompt in enumerate(prompts):
+        node.submit(f"r{index}", prompt, sampling)
+    lost_tokens = []
+    while node.runner.has_work:
+        before = node.runner.load()
+        node.step()
+        load = node.runner.load()
+        if load.num_running < before.num_running and load.num_waiting > before.num_waiting:
+            # One token to decode for each; the rest was computed before and is so again.
+            lost_tokens.append(load.num_waiting_tokens - load.num_running - load.num_waiting)
+    assert lost_tokens
+    assert (max(lost_tokens) == 0) == has_pages
+    node.assert_idle()
+    for index, prompt in enumerate(prompts):
+        assert node.results[f"r{index}"].tokens() == plain_answer(model, prompt, sampling)
+        assert node.results[f"r{index}"].num_computed == len(prompt)
+
+
+def test_a_preempted_prefill_with_a_sink_ships_the_same_pages(gemma):
+    prompt = prompt_of(400)
+    _, expected, _, landed = prefill_and_ship(gemma, prompt, GREEDY)
+    landed.release()
+    # An older answer outgrows its room while the prefill is half-way.
+    node = preempting_node(gemma, num_sequences=1, num_tokens=520)
+    node.submit("old", prompt_of(30, seed=1), replace(GREEDY, max_tokens=120))
+    for _ in range(60):
+        node.step()
+    table = node.lookup(prompt)
+    assert table.try_reserve(len(prompt))
+    sink = Recorder(node.cache, table, may_repeat=True)
+    node.submit("r", prompt, table=table, sink=sink, prefill_only=True)
+    was_preempted = False
+    while node.results["r"].ended is None:
+        node.step()
+        was_preempted |= node.runner.load().num_waiting > 0 and len(sink.progressed) > 0
+    assert was_preempted
+    assert sink.pages == expected.pages
+    assert node.run()["r"].tokens() == plain_answer(gemma, prompt)[:1]
+
+
+def test_what_can_never_fit_is_refused(gemma):
+    node = preempting_node(gemma, num_sequences=1, num_tokens=100)
+    with pytest.raises(BadRequest, match=str(node.runner.load().kv_used_bytes)):
+        node.submit("r", prompt_of(3000))
+    node.assert_idle()
+
+
+# ---------------------------------------------------------------- any history
+
+
+@dataclass(frozen=True)
+class Script:
+    """One request of a random history."""
+
+    prompt_tokens: int
+    prefix: int
+    max_tokens: int
+    num_choices: int
+    num_forced: int
+    is_greedy: bool
+    arrival_step: int
+    abort_step: int | None
+
+
+scripts = st.builds(
+    Script,
+    prompt_tokens=st.integers(1, 120),
+    prefix=st.integers(0, 1),
+    max_tokens=st.sampled_from([1, 4, 4, 80]),
+    num_choices=st.sampled_from([1, 1, 3]),
+    num_forced=st.sampled_from([0, 0, 3]),
+    is_greedy=st.booleans(),
+    arrival_step=st.integers(0, 12),
+    abort_step=st.none() | st.integers(0, 40),
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=12)
+@given(
+    history=st.lists(scripts, min_size=1, max_size=5),
+    max_batch=st.integers(1, 4),
+    num_sequences=st.floats(1.0, 2.5),
+    pool_blocks=st.sampled_from([3, 12, 500]),
+)
+def test_any_history_gives_the_plain_answers_and_leaves_nothing(
+    history, max_batch, num_sequences, pool_blocks
+):
+    model = tiny("gemma3", "float32")
+    layout = model.layout(BLOCK)
+    node = preempting_node(
+        model,
+        num_sequences=num_sequences,
+        num_tokens=200,
+        max_batch_sequences=max_batch,
+        ram_bytes=pool_blocks * layout.pages_per_block * layout.page_bytes,
+    )
+    expected, sent = {}, {}
+    for step in range(60):
+        for index, script in enumerate(history):
+            if script.arrival_step == step:
+                prompt = prompt_of(script.prompt_tokens, seed=script.prefix)
+                sampling = replace(
+                    GREEDY if script.is_greedy else SEEDED, max_tokens=script.max_tokens
+                )
+                choices = range(script.num_choices)
+                expected[index] = [plain_answer(model, prompt, sampling, c) for c in choices]
+                sent[index] = tuple(tuple(t[: script.num_forced]) for t in expected[index])
+                node.submit(
+                    str(index),
+                    prompt,
+                    sampling,
+                    num_choices=script.num_choices,
+                    forced=sent[index],
+                )
+            if script.abort_step == step:
+                node.runner.abort(str(index))
+        node.step()
+    node.run()
+    for index, script in enumerate(history):
+        result = node.results[str(index)]
+        assert result.error is None
+        for choice, forced in enumerate(sent[index]):
+            tokens = [*forced, *result.tokens(choice)]
+            whole = expected[index][choice]
+            assert tokens == whole[: len(tokens)]
+            assert tokens == whole or script.abort_step is not None
