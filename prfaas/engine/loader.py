@@ -73,17 +73,23 @@ class Weights:
         self._file_of = {
             _canonical(name): (file, name) for file in self.files for name in file.names
         }
-        self._left = {name for name in self._file_of if not IGNORED_TENSORS.match(name)}
+        self._left = set(self.names)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the text model's tensors, as `model.` and `lm_head.` write them."""
+        return tuple(name for name in self._file_of if not IGNORED_TENSORS.match(name))
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """Return the tensor, a view of the mapped file; raises ConfigError if it is not as told."""
+    def tensor(self, name: str) -> Tensor:
+        """Return a view of the mapped file; raises ConfigError if there is no such tensor."""
         if name not in self._file_of:
             raise ConfigError(f"the checkpoint has no tensor {name!r}")
         file, stored_name = self._file_of[name]
-        tensor = file.tensor(stored_name)
+        return file.tensor(stored_name)
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Return the tensor, a view of the mapped file; raises ConfigError if it is not as told."""
+        tensor = self.tensor(name)
         if tensor.shape != shape:
             raise ConfigError(
                 f"tensor {name!r} has shape {tuple(tensor.shape)}; the config asks for {shape}"

@@ -40,6 +40,8 @@ UPGRADE = "prfaas-kv"
 MAX_REPLY_BYTES = 1 << 20
 MAX_HEAD_BYTES = 4096
 MAX_RETRY_AFTER_S = 60.0
+YIELD_BYTES = 4 << 20
+"""A stream that never runs dry gives the loop to others this often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ class FrameStream:
         self._rest = memoryview(rest)
         self._address = address
         self._decoder = FrameDecoder(allowed=FROM_SENDER, resolve=resolve)
+        self._num_unyielded_bytes = 0
 
     async def next_frame(self, timeout_s: float) -> Frame | None:
         """Return the next verified frame, or None when the sender closed the stream between two.
@@ -149,8 +152,7 @@ class FrameStream:
         damaged or cut one, TransferError for a broken connection.
         """
         with _as_transfer_errors(self._address):
-            async with asyncio.timeout(timeout_s):
-                return await self._receive()
+            return await self._receive(asyncio.get_running_loop().time() + timeout_s)
 
     async def acknowledge(self, timeout_s: float) -> None:
         """Tell the sender that everything is verified, so that it may let its pages go."""
@@ -159,22 +161,36 @@ class FrameStream:
             async with asyncio.timeout(timeout_s):
                 await loop.sock_sendall(self._sock, encode_frame(FrameType.ACK))
 
-    async def _receive(self) -> Frame | None:
-        loop = asyncio.get_running_loop()
+    async def _receive(self, deadline_s: float) -> Frame | None:
         while True:
             target = self._decoder.buffer()
-            if self._rest:
-                num_bytes = min(len(target), len(self._rest))
-                target[:num_bytes] = self._rest[:num_bytes]
-                self._rest = self._rest[num_bytes:]
-            else:
-                num_bytes = await loop.sock_recv_into(self._sock, target)
+            num_bytes = self._take_rest(target) or await self._fill(target, deadline_s)
             if not num_bytes:
                 self._decoder.ended()
                 return None
             frame = self._decoder.received(num_bytes)
             if frame is not None:
                 return frame
+
+    def _take_rest(self, target: memoryview) -> int:
+        """Move bytes that came with the upgrade's answer."""
+        num_bytes = min(len(target), len(self._rest))
+        target[:num_bytes] = self._rest[:num_bytes]
+        self._rest = self._rest[num_bytes:]
+        return num_bytes
+
+    async def _fill(self, target: memoryview, deadline_s: float) -> int:
+        """Receive something; a timer and the loop's turn cost only when there is nothing yet."""
+        loop = asyncio.get_running_loop()
+        if self._num_unyielded_bytes < YIELD_BYTES:
+            with contextlib.suppress(BlockingIOError):
+                num_bytes = self._sock.recv_into(target)
+                self._num_unyielded_bytes += num_bytes
+                return num_bytes
+        self._num_unyielded_bytes = 0
+        await asyncio.sleep(0)
+        async with asyncio.timeout_at(deadline_s):
+            return await loop.sock_recv_into(self._sock, target)
 
 
 async def _candidates(address: PeerAddress) -> list[tuple[int, tuple[Any, ...]]]:

@@ -25,7 +25,7 @@ from prfaas.errors import (
     Overloaded,
     ProtocolError,
 )
-from prfaas.transport.client import UPGRADE
+from prfaas.transport.client import UPGRADE, YIELD_BYTES
 from prfaas.transport.handshake import parse_identity
 from prfaas.transport.messages import (
     PeerStatus,
@@ -207,10 +207,15 @@ async def _send(
 ) -> None:
     try:
         await _send_piece(sock, Piece(header=_SWITCHING), lease_s)
+        num_unyielded_bytes = 0
         while (piece := await transfer.next_piece()) is not None:
             await _send_piece(sock, piece, lease_s)
             if piece.is_page:
                 count_sent(len(piece.payload))
+            num_unyielded_bytes += len(piece.payload)
+            if num_unyielded_bytes > YIELD_BYTES:
+                num_unyielded_bytes = 0
+                await asyncio.sleep(0)
         async with asyncio.timeout(lease_s):
             await transfer.closed()
     except TimeoutError:
@@ -221,13 +226,19 @@ async def _send(
 
 async def _send_piece(sock: socket.socket, piece: Piece, lease_s: float) -> None:
     """Write one frame; TimeoutError if the receiver takes no part of it for `lease_s`."""
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(lease_s):
-        await loop.sock_sendall(sock, piece.header)
-    payload = memoryview(piece.payload)
-    for start in range(0, len(payload), SLICE_BYTES):
-        async with asyncio.timeout(lease_s):
-            await loop.sock_sendall(sock, payload[start : start + SLICE_BYTES])
+    try:
+        num_sent = sock.sendmsg([piece.header, piece.payload])
+    except BlockingIOError:
+        num_sent = 0
+    # What the socket does not take at once, which is most of it on a slow link, waits with a timer.
+    for part in (memoryview(piece.header), memoryview(piece.payload)):
+        rest = part[num_sent:]
+        num_sent = max(0, num_sent - len(part))
+        for start in range(0, len(rest), SLICE_BYTES):
+            async with asyncio.timeout(lease_s):
+                await asyncio.get_running_loop().sock_sendall(
+                    sock, rest[start : start + SLICE_BYTES]
+                )
 
 
 async def _listen(sock: socket.socket, transfer: OutgoingTransfer) -> None:

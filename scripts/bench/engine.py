@@ -10,6 +10,7 @@ checkpoint in float32 with sdpa attention, and a dynamic cache; prfaas runs in t
 """
 
 import argparse
+import inspect
 import json
 import platform
 import statistics
@@ -97,17 +98,28 @@ class Theirs:
             raise RuntimeError(f"transformers wants {missing}, has no place for {unexpected}")
         model.tie_weights()
         self.model: Any = model.eval()
+        # transformers 5.24 renamed the parameter and warns about the older name.
+        accepted = inspect.signature(model.forward).parameters
+        self.cache_name = "cache" if "cache" in accepted else "past_key_values"
+
+    def forward(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Return the last position's logits; the cache grows."""
+        logits: torch.Tensor = self.model(
+            ids, use_cache=True, logits_to_keep=1, **{self.cache_name: cache}
+        ).logits
+        return logits
 
     def prefill(self, tokens: list[int], batch: int = 1) -> Any:
-        ids = torch.tensor([tokens] * batch)
-        return self.model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        cache = self.transformers.DynamicCache(config=self.model.config)
+        self.forward(torch.tensor([tokens] * batch), cache)
+        return cache
 
     def decoder(self, tokens: list[int], batch: int) -> Callable[[], object]:
         cache = self.prefill(tokens, batch)
         ids = torch.tensor([tokens[:1]] * batch)
 
         def step() -> object:
-            return self.model(ids, past_key_values=cache, use_cache=True).logits.argmax(-1)
+            return self.forward(ids, cache).argmax(-1)
 
         return step
 

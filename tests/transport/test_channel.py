@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -18,7 +19,7 @@ from prfaas.errors import (
     TransferError,
     TransferTimeout,
 )
-from prfaas.transport.client import PeerAddress, PeerClient, parse_address
+from prfaas.transport.client import FrameStream, PeerAddress, PeerClient, parse_address
 from prfaas.transport.messages import PeerStatus, TransferAccepted, TransferRequest
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.outgoing import OutgoingTransfer, PagePlace
@@ -337,6 +338,49 @@ async def test_frames_that_come_with_the_upgrade_are_not_lost():
         frames = [await stream.next_frame(5), await stream.next_frame(5)]
         assert [f.header.type for f in frames if f] == [FrameType.PROGRESS, FrameType.ERROR]
         assert await stream.next_frame(5) is None
+
+
+async def test_a_stream_that_never_runs_dry_lets_others_have_the_loop(monkeypatch):
+    monkeypatch.setattr("prfaas.transport.client.YIELD_BYTES", 500)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        frames = encode_progress(1, 2) * 100
+        theirs.sendall(frames)
+        stream = FrameStream(ours, b"", Pages().resolve, PeerAddress("here", 1))
+        num_turns = 0
+
+        async def others() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(others())
+            for _ in range(100):
+                assert await stream.next_frame(5) is not None
+            task.cancel()
+        assert num_turns >= len(frames) // 1000
+
+
+async def test_a_deadline_holds_for_the_whole_frame_and_not_for_each_byte():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        stream = FrameStream(ours, b"", Pages().resolve, PeerAddress("here", 1))
+
+        async def trickle() -> None:
+            for byte in encode_progress(1, 2):
+                theirs.send(bytes([byte]))
+                await asyncio.sleep(0.02)
+
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(trickle())
+            with pytest.raises(TransferTimeout):
+                await stream.next_frame(0.1)
+            task.cancel()
 
 
 async def test_a_peer_that_is_not_there_is_a_transfer_error():
