@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from prfaas.cache.spec import needed_blocks
 from prfaas.engine.model import Model
 from prfaas.errors import BadRequest, Overloaded
 from prfaas.types import SamplingParams
@@ -325,6 +326,20 @@ def test_a_pool_full_of_held_pages_costs_only_the_caching(gemma):
     node = Node(gemma, ram_bytes=2 * layout.pages_per_block * layout.page_bytes)
     prompt = prompt_of(300)
     assert node.answer(prompt, SEEDED).tokens() == plain_answer(gemma, prompt, SEEDED)
+
+
+def test_pages_that_slid_out_of_the_window_are_not_held(gemma):
+    node = Node(gemma)
+    prompt = prompt_of(400)
+    node.submit("r", prompt)
+    while not node.results["r"].choices:
+        node.step()
+    layout = gemma.layout(BLOCK)
+    needed = sum(
+        len(spec.layers) * len(needed_blocks(spec, len(prompt), BLOCK)) for spec in layout.groups
+    )
+    assert node.cache.counts().num_referenced == needed < 25 * layout.pages_per_block
+    node.run()
 
 
 # ---------------------------------------------------------------- load
