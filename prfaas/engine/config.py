@@ -16,8 +16,8 @@ from prfaas.engine.rope_spec import RopeSpec
 Activation = Literal["silu", "gelu_tanh"]
 KvDtype = Literal["float32"]
 KV_DTYPE_BYTES: dict[str, int] = {"float32": 4}
-LAYOUT_VERSION = "gqa-kv-htd-1"
-"""Names the bytes of a page: K then V, each [kv heads, tokens, head dim]."""
+LAYOUT_VERSION = "gqa-kv-htd-pairs-1"
+"""Names the bytes of a page: K then V, each [kv heads, tokens, head dim], K in rope.pair_order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from prfaas.engine.numerics import (
     candidate_packings,
     numerics_fingerprint,
 )
-from prfaas.engine.rope import RopeTable
+from prfaas.engine.rope import RopeTable, pair_order
 from prfaas.engine.safetensors_file import SafetensorsFile
 from prfaas.errors import ConfigError
 from prfaas.log import get_logger
@@ -163,22 +163,26 @@ class _Builder:
         key = (spec.rope, spec.head_dim)
         if key not in self._ropes:
             self._ropes[key] = RopeTable(spec.rope, spec.head_dim)
+        order = pair_order(spec.head_dim)
+        q, k = (
+            self._weights.take(f"{name}{part}_proj.weight", rows, hidden)
+            .view(-1, spec.head_dim, hidden)[:, order]
+            .flatten(0, 1)
+            for part, rows in (("q", q_rows), ("k", kv_rows))
+        )
+        v = self._weights.take(name + "v_proj.weight", kv_rows, hidden)
         return GqaMixer(
             spec,
-            qkv_proj=self._linear(
-                (name + "q_proj", q_rows),
-                (name + "k_proj", kv_rows),
-                (name + "v_proj", kv_rows),
-                num_inputs=hidden,
-            ),
+            qkv_proj=pack(torch.cat([q, k, v]), self._packing),
             o_proj=self._linear((name + "o_proj", hidden), num_inputs=q_rows),
             qk_norm=self._qk_norm(spec, name) if spec.has_qk_norm else None,
             rope=self._ropes[key],
         )
 
     def _qk_norm(self, spec: GqaSpec, name: str) -> RmsNorm:
-        q = self._weights.take(name + "q_norm.weight", spec.head_dim).float()
-        k = self._weights.take(name + "k_norm.weight", spec.head_dim).float()
+        order = pair_order(spec.head_dim)
+        q = self._weights.take(name + "q_norm.weight", spec.head_dim)[order].float()
+        k = self._weights.take(name + "k_norm.weight", spec.head_dim)[order].float()
         return RmsNorm(
             torch.cat([q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)]),
             self._config.norm_eps,
