@@ -35,8 +35,10 @@ class RemoteAttempt:
     """What one try was for and what became of it; `failure` is None as long as nothing failed."""
 
     request: Request
-    """As it is sent: with the salt of the cache root that the pages belong to."""
+    """As it is sent: a peer keeps its pages under its own numerics."""
     table: BlockTable
+    salt: bytes
+    """Of the table's keys: the request's, or one that names the numerics of an approximate peer."""
     is_exact: bool
     want_logits: bool
     local_estimate_s: float | None
