@@ -188,6 +188,12 @@ class PrefillNode:
         keys = await self._keys.keys(request.prompt_tokens, request.cache_salt)
         if asked.transfer_id in self._cancelled:
             raise Overloaded("cancelled")
+        num_pages = self._cache.layout.pages_needed(num_tokens)
+        if num_pages > self._cache.pool.num_pages:
+            raise BadRequest(
+                f"{num_tokens} prompt tokens need {num_pages} pages, the pool has "
+                f"{self._cache.pool.num_pages}"
+            )
         table = self._cache.lookup(keys, num_tokens)
         if not table.try_reserve(num_tokens):
             table.release()
