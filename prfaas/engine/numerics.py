@@ -90,7 +90,9 @@ def self_test(model: Model) -> str:
         digest.update(_LongAttention(spec, generator).test().numpy().data)
     x_TD = torch.randn(sum(HEAD_ROWS), model.config.hidden_size, generator=generator)
     whole_TV = _run_head(model, x_TD)
-    pieces_TV = torch.cat([_run_head(model, piece_TD) for piece_TD in torch.split(x_TD, list(HEAD_ROWS))])
+    pieces_TV = torch.cat(
+        [_run_head(model, piece_TD) for piece_TD in torch.split(x_TD, list(HEAD_ROWS))]
+    )
     _require_equal("the head", whole_TV, pieces_TV)
     digest.update(whole_TV.contiguous().numpy().data)
     return digest.hexdigest()
