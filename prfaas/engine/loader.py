@@ -160,6 +160,7 @@ class _Builder:
     def _gqa(self, spec: GqaSpec, name: str) -> GqaMixer:
         hidden = self._config.hidden_size
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        assert spec.rope is not None, "refused with the model's config"
         key = (spec.rope, spec.head_dim)
         if key not in self._ropes:
             self._ropes[key] = RopeTable(spec.rope, spec.head_dim)
