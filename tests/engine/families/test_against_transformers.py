@@ -1,19 +1,40 @@
 """What a config.json describes is what transformers builds: weights, caches, slopes, scales."""
 
+import json
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+import transformers
+from transformers import (
+    MiniMaxM2Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
+from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
+from transformers.models.mimo_v2_flash.configuration_mimo_v2_flash import MiMoV2FlashConfig
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 
 from prfaas.engine.families.registry import describe
-from prfaas.engine.mixer_spec import LightningSpec, MixerSpec, MlaSpec
+from prfaas.engine.mixer_spec import (
+    GqaSpec,
+    LightningSpec,
+    MixerSpec,
+    MlaSpec,
+    ParallelSpec,
+)
+from prfaas.engine.rope_spec import RopeSpec, YarnScaling
 from tests.engine.families.tiny_hf import config_json, hf_configs
 
 pytestmark = pytest.mark.slow
 CONFIGS = hf_configs()
+MODELS = Path(__file__).parents[3] / "configs" / "models"
+auto_model: Any = transformers.AutoModelForCausalLM
+logging: Any = transformers.utils.logging
 NUM_TOKENS = 40
 PARALLEL_CACHE_IS_ODD = "minimax"
 """Keeps its lightning state in a cache class of its own."""
@@ -23,7 +44,7 @@ PARALLEL_CACHE_IS_ODD = "minimax"
 def quiet() -> Iterator[None]:
     """Hide that the fast kernels are not installed."""
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -32,9 +53,8 @@ def quiet() -> Iterator[None]:
 
 def build(config: PreTrainedConfig, device: str) -> PreTrainedModel:
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    assert isinstance(model, PreTrainedModel)
-    return model.eval()
+        model: PreTrainedModel = auto_model.from_config(config, dtype=torch.float32).eval()
+    return model
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -117,3 +137,63 @@ def test_latent_attention_scales_as_transformers_does(name: str) -> None:
             found += 1
             assert layer.scale == pytest.approx(model.model.layers[index].self_attn.scaling)
     assert found
+
+
+def their_frequencies(model: PreTrainedModel) -> set[tuple[float, ...]]:
+    return {
+        rounded(buffer)
+        for name, buffer in model.named_buffers()
+        if name.endswith("inv_freq") and "original" not in name
+    }
+
+
+def our_frequencies(layer: MixerSpec) -> tuple[float, ...] | None:
+    attention = layer.attention if isinstance(layer, ParallelSpec) else layer
+    if not isinstance(attention, GqaSpec | MlaSpec) or attention.rope is None:
+        return None
+    whole = attention.rope_dim if isinstance(attention, MlaSpec) else attention.head_dim
+    dim = attention.rope.rotary_dim or whole
+    return rounded(attention.rope.theta ** (-torch.arange(0, dim, 2).float() / dim))
+
+
+def rounded(frequencies: torch.Tensor) -> tuple[float, ...]:
+    return tuple(float(f"{value:.4g}") for value in frequencies.tolist())
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gpt_oss"])
+def test_as_many_dimensions_turn_as_fast_as_in_transformers(name: str) -> None:
+    theirs = their_frequencies(build(CONFIGS[name], "cpu"))
+    ours = {our_frequencies(layer) for layer in describe(config_json(CONFIGS[name])).layers}
+    assert ours - {None} == theirs
+
+
+def test_gpt_oss_is_stretched_by_yarn() -> None:
+    (rope,) = {
+        layer.rope
+        for layer in describe(config_json(CONFIGS["gpt_oss"])).layers
+        if isinstance(layer, GqaSpec)
+    }
+    yarn = YarnScaling(factor=32.0, original_context_tokens=4096, is_truncated=False)
+    assert rope == RopeSpec(theta=150_000.0, scaling=yarn)
+
+
+PUBLISHED = {
+    # file: transformers' class, and the parameters that the model's name or card gives
+    "kimi-linear-48b": (KimiLinearConfig, 48e9),
+    "mimo-v2-flash": (MiMoV2FlashConfig, 309e9),
+    "minimax-m2.5": (MiniMaxM2Config, 229e9),
+    "qwen3-235b": (Qwen3MoeConfig, 235e9),
+    "qwen3.5-397b": (Qwen3_5MoeTextConfig, 397e9),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_shipped_config_describes_the_published_model(name: str) -> None:
+    config_class, published = PUBLISHED[name]
+    fields = json.loads((MODELS / f"{name}.json").read_text())
+    model = describe(fields)
+    fields = {k: v for k, v in fields.get("text_config", fields).items() if k[0] != "_"}
+    theirs = build(config_class(**fields), "meta")
+    assert model.num_parameters == sum(parameter.numel() for parameter in theirs.parameters())
+    assert model.num_parameters == pytest.approx(published, rel=0.025)
+    assert describe(config_json(theirs.config)).layers == model.layers

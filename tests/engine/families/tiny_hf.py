@@ -59,17 +59,30 @@ def hf_configs() -> dict[str, PreTrainedConfig]:
     return attention_configs() | linear_configs() | mamba_configs()
 
 
+def make(config_class: Any, **fields: Any) -> PreTrainedConfig:
+    """Return a config; its class's own signature has not every field that it reads."""
+    config = config_class(**fields)
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
 def attention_configs() -> dict[str, PreTrainedConfig]:
     """Return the families of attention alone."""
     gemma = {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 16}
     mimo = {"num_attention_heads": 8, "head_dim": 24, "v_head_dim": 16, "n_routed_experts": 4}
     return {
-        "llama": LlamaConfig(**SIZES, num_hidden_layers=2),
-        "llama-biased": LlamaConfig(
-            **SIZES, num_hidden_layers=2, attention_bias=True, mlp_bias=True, head_dim=24
+        "llama": make(LlamaConfig, **SIZES, num_hidden_layers=2),
+        "llama-biased": make(
+            LlamaConfig,
+            **SIZES,
+            num_hidden_layers=2,
+            attention_bias=True,
+            mlp_bias=True,
+            head_dim=24,
         ),
-        "qwen3": Qwen3Config(**SIZES, num_hidden_layers=2, head_dim=16),
-        "qwen3_moe": Qwen3MoeConfig(
+        "qwen3": make(Qwen3Config, **SIZES, num_hidden_layers=2, head_dim=16),
+        "qwen3_moe": make(
+            Qwen3MoeConfig,
             **SIZES,
             **EXPERTS,
             num_hidden_layers=4,
@@ -78,19 +91,30 @@ def attention_configs() -> dict[str, PreTrainedConfig]:
             mlp_only_layers=[1],
             decoder_sparse_step=1,
         ),
-        "gemma3": Gemma3TextConfig(**SIZES | gemma, num_hidden_layers=7),
-        "minimax_m2": MiniMaxM2Config(
-            **SIZES, **LOCAL_EXPERTS, num_hidden_layers=2, head_dim=16, rotary_dim=8
+        "gemma3": make(Gemma3TextConfig, **SIZES | gemma, num_hidden_layers=7),
+        "minimax_m2": make(
+            MiniMaxM2Config,
+            **SIZES,
+            **LOCAL_EXPERTS,
+            num_hidden_layers=2,
+            head_dim=16,
+            rotary_dim=8,
         ),
-        "mimo_v2_flash": MiMoV2FlashConfig(
+        "mimo_v2_flash": make(
+            MiMoV2FlashConfig,
             **SIZES | mimo,
             num_hidden_layers=7,
             moe_intermediate_size=32,
             sliding_window_size=16,
             num_experts_per_tok=2,
         ),
-        "gpt_oss": GptOssConfig(
-            **SIZES, **LOCAL_EXPERTS, num_hidden_layers=4, head_dim=16, sliding_window=16
+        "gpt_oss": make(
+            GptOssConfig,
+            **SIZES,
+            **LOCAL_EXPERTS,
+            num_hidden_layers=4,
+            head_dim=16,
+            sliding_window=16,
         ),
     }
 
@@ -100,16 +124,20 @@ def linear_configs() -> dict[str, PreTrainedConfig]:
     sparse = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     kimi = {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4}
     return {
-        "qwen3_next": Qwen3NextConfig(**SIZES, **GDN, **EXPERTS, **sparse, num_hidden_layers=4),
-        "qwen3_5": Qwen3_5TextConfig(**SIZES, **GDN, num_hidden_layers=4),
-        "qwen3_5_moe": Qwen3_5MoeTextConfig(
+        "qwen3_next": make(
+            Qwen3NextConfig, **SIZES, **GDN, **EXPERTS, **sparse, num_hidden_layers=4
+        ),
+        "qwen3_5": make(Qwen3_5TextConfig, **SIZES, **GDN, num_hidden_layers=4),
+        "qwen3_5_moe": make(
+            Qwen3_5MoeTextConfig,
             **{k: v for k, v in SIZES.items() if k != "intermediate_size"},
             **GDN,
             **EXPERTS,
             **sparse,
             num_hidden_layers=4,
         ),
-        "kimi_linear": KimiLinearConfig(
+        "kimi_linear": make(
+            KimiLinearConfig,
             **SIZES | MLA,
             **LOCAL_EXPERTS,
             num_hidden_layers=5,
@@ -117,7 +145,8 @@ def linear_configs() -> dict[str, PreTrainedConfig]:
             eos_token_id=2,
             linear_attn_config=kimi | {"full_attn_layers": [3, 5], "kda_layers": [1, 2, 4]},
         ),
-        "ling3": BailingHybridConfig(
+        "ling3": make(
+            BailingHybridConfig,
             **SIZES | MLA,
             num_hidden_layers=6,
             head_dim=16,
@@ -129,7 +158,8 @@ def linear_configs() -> dict[str, PreTrainedConfig]:
             num_mtp_layers=0,
             eos_token_id=2,
         ),
-        "ling3-query-rank": BailingHybridConfig(
+        "ling3-query-rank": make(
+            BailingHybridConfig,
             **SIZES | MLA,
             num_hidden_layers=6,
             head_dim=16,
@@ -141,8 +171,9 @@ def linear_configs() -> dict[str, PreTrainedConfig]:
             num_mtp_layers=0,
             eos_token_id=2,
         ),
-        "olmo_hybrid": OlmoHybridConfig(**SIZES, num_hidden_layers=5, eos_token_id=2),
-        "minimax": MiniMaxConfig(
+        "olmo_hybrid": make(OlmoHybridConfig, **SIZES, num_hidden_layers=5, eos_token_id=2),
+        "minimax": make(
+            MiniMaxConfig,
             **SIZES,
             **LOCAL_EXPERTS,
             num_hidden_layers=4,
@@ -174,19 +205,35 @@ def mamba_configs() -> dict[str, PreTrainedConfig]:
         "shared_intermediate_size": 48,
     }
     return {
-        "granite": GraniteMoeHybridConfig(
-            **SIZES, **MAMBA, **granite, num_hidden_layers=3, num_local_experts=0
+        "granite": make(
+            GraniteMoeHybridConfig,
+            **SIZES,
+            **MAMBA,
+            **granite,
+            num_hidden_layers=3,
+            num_local_experts=0,
         ),
-        "granite-moe": GraniteMoeHybridConfig(
-            **SIZES, **MAMBA, **granite, **LOCAL_EXPERTS, num_hidden_layers=3
+        "granite-moe": make(
+            GraniteMoeHybridConfig,
+            **SIZES,
+            **MAMBA,
+            **granite,
+            **LOCAL_EXPERTS,
+            num_hidden_layers=3,
         ),
-        "bamba": BambaConfig(
-            **SIZES, **MAMBA, num_hidden_layers=3, attn_layer_indices=[1], mamba_n_heads=8
+        "bamba": make(
+            BambaConfig,
+            **SIZES,
+            **MAMBA,
+            num_hidden_layers=3,
+            attn_layer_indices=[1],
+            mamba_n_heads=8,
         ),
-        "falcon_h1": FalconH1Config(
-            **SIZES, **MAMBA, num_hidden_layers=2, mamba_d_ssm=64, mamba_n_heads=4
+        "falcon_h1": make(
+            FalconH1Config, **SIZES, **MAMBA, num_hidden_layers=2, mamba_d_ssm=64, mamba_n_heads=4
         ),
-        "falcon_h1-normed": FalconH1Config(
+        "falcon_h1-normed": make(
+            FalconH1Config,
             **SIZES,
             **MAMBA,
             num_hidden_layers=2,
@@ -196,11 +243,16 @@ def mamba_configs() -> dict[str, PreTrainedConfig]:
             projectors_bias=True,
             mlp_bias=True,
         ),
-        "nemotron_h": NemotronHConfig(**SIZES, **nemotron),
-        "nemotron_h-latent": NemotronHConfig(**SIZES, **nemotron, moe_latent_size=24),
-        "lfm2": Lfm2Config(**SIZES, num_hidden_layers=4, full_attn_idxs=[2]),
-        "lfm2-biased": Lfm2Config(
-            **SIZES, num_hidden_layers=4, full_attn_idxs=[1], conv_bias=True, conv_L_cache=5
+        "nemotron_h": make(NemotronHConfig, **SIZES, **nemotron),
+        "nemotron_h-latent": make(NemotronHConfig, **SIZES, **nemotron, moe_latent_size=24),
+        "lfm2": make(Lfm2Config, **SIZES, num_hidden_layers=4, full_attn_idxs=[2]),
+        "lfm2-biased": make(
+            Lfm2Config,
+            **SIZES,
+            num_hidden_layers=4,
+            full_attn_idxs=[1],
+            conv_bias=True,
+            conv_L_cache=5,
         ),
     }
 
