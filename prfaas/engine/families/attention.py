@@ -1,6 +1,7 @@
 """Families of attention alone: Llama, Qwen3, Gemma 3, MiniMax-M2, MiMo-V2-Flash, gpt-oss."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, TypedDict, Unpack
 
 from prfaas.engine.families.experts import (
     EXPERTS_PER_TOKEN,
@@ -13,7 +14,7 @@ from prfaas.engine.families.experts import (
 )
 from prfaas.engine.families.fields import FULL, SLIDING, Fields, bad_layer_type
 from prfaas.engine.families.ropes import rope, ropes_by_layer_type
-from prfaas.engine.ffn_spec import MoeSpec
+from prfaas.engine.ffn_spec import FfnSpec, MoeSpec
 from prfaas.engine.mixer_spec import GqaSpec
 from prfaas.engine.model_spec import ModelSpec
 from prfaas.engine.rope_spec import RopeSpec, YarnScaling
@@ -43,24 +44,41 @@ DEFAULT_SLIDING_WINDOW_PATTERN = 6
 GPT_OSS_YARN = YarnScaling(factor=32.0, original_context_tokens=4096, is_truncated=False)
 
 
-def gqa(fields: Fields, rotation: RopeSpec | None, **more: Any) -> GqaSpec:
-    """Return the grouped-query attention that the usual fields describe."""
+class GqaChanges(TypedDict, total=False):
+    """What a family may set itself in GqaSpec; the other fields are read."""
+
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    value_scale: float
+    scale: float
+    window_tokens: int | None
+    has_qk_norm: bool
+    qk_norm_span: Literal["head", "all_heads"]
+    has_sinks: bool
+    has_output_gate: bool
+    has_bias: bool
+
+
+def gqa(fields: Fields, rotation: RopeSpec | None, **changes: Unpack[GqaChanges]) -> GqaSpec:
+    """Return the grouped-query attention that the usual fields describe, but for `changes`."""
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(f"{num_heads} heads cannot share {num_kv_heads} key-value heads")
-    head_dim = head_dim_of(fields)
-    return GqaSpec(
-        **{
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "scale": head_dim**-0.5,
-            "rope": rotation,
-            "has_bias": fields.flag("attention_bias"),
-        }
-        | more
+    head_dim = changes.get("head_dim") or head_dim_of(fields)
+    layer = GqaSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=rotation,
+        has_bias=fields.flag("attention_bias"),
     )
+    layer = replace(layer, **changes)
+    if layer.num_heads % layer.num_kv_heads:
+        raise ConfigError(
+            f"{layer.num_heads} heads cannot share {layer.num_kv_heads} key-value heads"
+        )
+    return layer
 
 
 def head_dim_of(fields: Fields) -> int:
@@ -97,7 +115,7 @@ def qwen3_moe(fields: Fields) -> ModelSpec:
     return fields.model(layers=_qwen3_layers(fields), ffns=qwen_ffns(fields, is_renormalised=False))
 
 
-def qwen_ffns(fields: Fields, *, is_renormalised: bool) -> list[Any]:
+def qwen_ffns(fields: Fields, *, is_renormalised: bool) -> list[FfnSpec]:
     """Return experts every decoder_sparse_step layers, but for mlp_only_layers."""
     moe = softmax_experts(fields, is_renormalised=is_renormalised)
     only_mlp = set(fields.items("mlp_only_layers") or ())

@@ -34,7 +34,6 @@ def _qwen_layers(fields: Fields) -> list[MixerSpec]:
         fields,
         rope(fields, head_dim, default_part=0.25),
         head_dim=head_dim,
-        scale=head_dim**-0.5,
         has_qk_norm=True,
         has_output_gate=fields.flag("attn_output_gate", default=True),
     )

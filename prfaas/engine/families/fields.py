@@ -1,7 +1,7 @@
 """Typed access to the fields of a config.json, and what they ask for that no spec describes."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from prfaas.engine.ffn_spec import FfnSpec
 from prfaas.engine.mixer_spec import MixerSpec
@@ -27,6 +27,16 @@ ACTIVATION_NAMES: Mapping[Activation, tuple[str, ...]] = {
     "gelu_tanh": ("gelu_pytorch_tanh",),
     "relu2": ("relu2",),
 }
+
+
+class ModelFeatures(TypedDict, total=False):
+    """What only some families set in ModelSpec."""
+
+    has_unit_offset_norms: bool
+    has_post_norms: bool
+    embedding_scale: float
+    residual_scale: float
+    logits_scale: float
 
 
 class Fields:
@@ -141,7 +151,7 @@ class Fields:
         activation: Activation = "silu",
         activation_field: str = "hidden_act",
         is_tied: bool = False,
-        **more: Any,
+        **more: Unpack[ModelFeatures],
     ) -> ModelSpec:
         """Return the model around these layers; `is_tied` where the config does not say."""
         layers, ffns = tuple(layers), tuple(ffns)

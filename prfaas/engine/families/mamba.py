@@ -145,7 +145,7 @@ def nemotron_h(fields: Fields) -> ModelSpec:
     )
     fields.refuse_unless("attention_bias", False)
     head_dim = fields.integer("head_dim", "attention_head_dim", default=128)
-    attention = gqa(fields, None, head_dim=head_dim, scale=head_dim**-0.5, has_bias=False)
+    attention = gqa(fields, None, head_dim=head_dim, has_bias=False)
     mixers: dict[str, MixerSpec] = {FULL: attention, LINEAR: mamba}
     return fields.model(
         layers=[mixers.get(kind, NoMixerSpec()) for kind in kinds],
