@@ -9,6 +9,7 @@ PrfaasError
 └── TransferError          retry or fall back to a local prefill
     ├── ProtocolError      bytes that are not frames, or frames out of order
     ├── TransferTimeout    no verified byte within the deadline
+    ├── PromptRefused      the peer cannot take this prompt; it can take others
     └── IncompatiblePeer   the handshake found two different values
 """
 
@@ -70,6 +71,10 @@ class ProtocolError(TransferError):
 
 class TransferTimeout(TransferError):
     """A peer that sent nothing verified within the deadline."""
+
+
+class PromptRefused(TransferError):
+    """A peer that is well but has no use for this prompt: too long for its limits."""
 
 
 class IncompatiblePeer(TransferError):

@@ -8,110 +8,173 @@ any neighbours and on imported keys. Three rules make it so:
 - the softmax is taken over whole grid blocks with the row's own maximum. torch sums a contiguous
   row in lanes of fixed stride, to which leading and trailing zeros in multiples of the block add
   nothing;
-- weights meet values block by block in ascending order, each a product of one fixed inner size.
+- weights meet values block by block, each a product of one fixed inner size, and the products are
+  added in ascending order. One product over all keys would be cut by the library at places that
+  depend on the number of keys.
 
 Row counts are multiples of ROW_MULTIPLE: below 4 rows the matrix product takes another kernel.
 
-Shapes: T query tokens, G query heads of one KV head, H KV heads, R = T * G rows, C keys, K head dim.
+Shapes: T query tokens, G query heads of one KV head, H KV heads, R = T * G rows, C keys, K head dim,
+S sequences, N key blocks.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 KEY_BLOCK = 128
 TILE_TOKENS = 64
-"""Query tokens computed at once."""
+"""Query tokens computed at once: the scores of a tile against 8,192 keys are 8 MiB with 4 heads."""
 ROW_MULTIPLE = 8
 
 
+@dataclass(frozen=True, slots=True)
+class KeySpan:
+    """The keys and values of one sequence in one layer, from `first_key` on.
+
+    `first_key` is a multiple of KEY_BLOCK, and the buffers reach to the end of the last query's block.
+    What lies past a query is masked, but must be finite.
+    """
+
+    keys: Tensor
+    """[H, C, K]"""
+    values: Tensor
+    first_key: int
+
+    def blocks(self, first_query: int, end: int, window_tokens: int | None) -> "KeySpan":
+        """Return the blocks that queries first_query, ..., end - 1 look at; views."""
+        low = 0 if window_tokens is None else max(0, first_query - window_tokens + 1)
+        low = low // KEY_BLOCK * KEY_BLOCK
+        length = -(-end // KEY_BLOCK) * KEY_BLOCK - low
+        return KeySpan(
+            self.keys.narrow(1, low - self.first_key, length),
+            self.values.narrow(1, low - self.first_key, length),
+            low,
+        )
+
+
 def attend(
-    q_HRK: Tensor,
-    k_HCK: Tensor,
-    v_HCK: Tensor,
+    q_THGK: Tensor,
+    span: KeySpan,
     *,
-    num_groups: int,
     first_position: int,
-    first_key: int,
     scale: float,
     window_tokens: int | None,
-) -> Tensor:
-    """Return softmax(scale * q k) v for consecutive query positions, [H, R, K].
+    out_THGK: Tensor,
+) -> None:
+    """Write softmax(scale * q k) v of consecutive query positions to `out_THGK`.
 
     Args:
-        q_HRK: rows in the order (token, head of the group).
-        k_HCK: keys of the positions first_key + 0, 1, ...; first_key is a multiple of KEY_BLOCK. It
-            reaches to the end of the last query's block; everything past a query is masked but
-            must be finite.
-        v_HCK: values likewise.
-        num_groups: G, query heads that share a KV head.
+        q_THGK: queries of positions first_position + 0, 1, ...
+        span: keys and values.
         first_position: position of the first query.
-        first_key: position of the first key.
         scale: multiplies q.k.
         window_tokens: how many keys a query sees, itself included; None: all before it.
+        out_THGK: where the results go.
     """
-    num_tokens = q_HRK.shape[1] // num_groups
-    tiles = []
-    for start in range(0, num_tokens, TILE_TOKENS):
-        stop = min(start + TILE_TOKENS, num_tokens)
+    for start in range(0, len(q_THGK), TILE_TOKENS):
+        tile = slice(start, start + TILE_TOKENS)
+        q = q_THGK[tile]
         position = first_position + start
-        low = 0 if window_tokens is None else max(0, position - window_tokens + 1)
-        low = low // KEY_BLOCK * KEY_BLOCK
-        high = -(-(first_position + stop) // KEY_BLOCK) * KEY_BLOCK
-        tiles.append(
-            _attend_tile(
-                q_HRK[:, start * num_groups : stop * num_groups],
-                k_HCK[:, low - first_key : high - first_key],
-                v_HCK[:, low - first_key : high - first_key],
-                first_position=position - low,
-                num_tokens=stop - start,
-                scale=scale,
-                window_tokens=window_tokens,
-            )
-        )
-    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
+        seen = span.blocks(position, position + len(q), window_tokens)
+        out_HRK = _attend_tile(q, seen, position - seen.first_key, scale, window_tokens)
+        num_heads, _, head_dim = out_HRK.shape
+        out_THGK[tile] = out_HRK.view(num_heads, len(q), -1, head_dim).transpose(0, 1)
 
 
 def _attend_tile(
-    q_HRK: Tensor,
-    k_HCK: Tensor,
-    v_HCK: Tensor,
-    *,
-    first_position: int,
-    num_tokens: int,
-    scale: float,
-    window_tokens: int | None,
+    q_THGK: Tensor, seen: KeySpan, offset: int, scale: float, window_tokens: int | None
 ) -> Tensor:
-    """Attend from a few tokens to whole blocks of keys; positions count from the first key."""
-    num_heads, num_rows, head_dim = q_HRK.shape
-    num_keys = k_HCK.shape[1]
-    padding = -num_rows % ROW_MULTIPLE
-    if padding:
+    """Return [H, R, K]; the first query lies `offset` tokens after the first key."""
+    num_tokens, num_heads, _, head_dim = q_THGK.shape
+    q_HRK = q_THGK.transpose(0, 1).reshape(num_heads, -1, head_dim)
+    num_rows, num_keys = q_HRK.shape[1], seen.keys.shape[1]
+    if padding := -num_rows % ROW_MULTIPLE:
         q_HRK = torch.cat([q_HRK, q_HRK[:, :1].expand(-1, padding, -1)], dim=1)
     scores_HRC = q_HRK.new_empty(num_heads, num_rows + padding, num_keys)
-    torch.baddbmm(scores_HRC, q_HRK, k_HCK.transpose(1, 2), beta=0, alpha=scale, out=scores_HRC)
-    _mask_(
-        scores_HRC[:, :num_rows].view(num_heads, num_tokens, -1, num_keys),
-        first_position=first_position,
-        window_tokens=window_tokens,
-    )
-    weights_HRC = torch.softmax(scores_HRC, dim=-1)
-    out_HRK = q_HRK.new_zeros(num_heads, num_rows + padding, head_dim)
+    torch.baddbmm(scores_HRC, q_HRK, seen.keys.transpose(1, 2), beta=0, alpha=scale, out=scores_HRC)
+    scores_HTGC = scores_HRC[:, :num_rows].view(num_heads, num_tokens, -1, num_keys)
     for start in range(0, num_keys, KEY_BLOCK):
+        if (unseen := _unseen(num_tokens, offset - start, window_tokens)) is not None:
+            scores_HTGC[..., start : start + KEY_BLOCK].masked_fill_(unseen, float("-inf"))
+    weights_HRC = torch.softmax(scores_HRC, dim=-1)
+    out_HRK = torch.bmm(weights_HRC[..., :KEY_BLOCK], seen.values[:, :KEY_BLOCK])
+    for start in range(KEY_BLOCK, num_keys, KEY_BLOCK):
         block = slice(start, start + KEY_BLOCK)
-        out_HRK.baddbmm_(weights_HRC[:, :, block], v_HCK[:, block])
+        out_HRK.baddbmm_(weights_HRC[..., block], seen.values[:, block])
     return out_HRK[:, :num_rows]
 
 
-def _mask_(scores_HTGC: Tensor, *, first_position: int, window_tokens: int | None) -> None:
-    """Set the scores of unseen keys to -inf, touching only blocks that have any."""
-    num_tokens, num_keys = scores_HTGC.shape[1], scores_HTGC.shape[3]
-    queries_T11 = torch.arange(first_position, first_position + num_tokens)[:, None, None]
-    for start in range(0, num_keys, KEY_BLOCK):
-        stop = start + KEY_BLOCK
-        keys_C = torch.arange(start, stop)
-        if stop - 1 > first_position:
-            scores_HTGC[..., start:stop].masked_fill_(keys_C > queries_T11, float("-inf"))
-        if window_tokens is not None and start <= first_position + num_tokens - 1 - window_tokens:
-            scores_HTGC[..., start:stop].masked_fill_(
-                keys_C <= queries_T11 - window_tokens, float("-inf")
-            )
+@lru_cache(maxsize=512)
+def _unseen(num_tokens: int, offset: int, window_tokens: int | None) -> Tensor | None:
+    """Return which keys of a block queries must not see, [T, 1, KEY_BLOCK]; None if they see all.
+
+    The first query lies `offset` tokens after the block's first key.
+    """
+    is_all_before = offset >= KEY_BLOCK - 1
+    is_all_in_window = window_tokens is None or offset + num_tokens - 1 < window_tokens
+    if is_all_before and is_all_in_window:
+        return None
+    queries_T11 = torch.arange(offset, offset + num_tokens)[:, None, None]
+    keys_C = torch.arange(KEY_BLOCK)
+    unseen = keys_C > queries_T11
+    return unseen if window_tokens is None else unseen | (keys_C <= queries_T11 - window_tokens)
+
+
+def attend_steps(
+    q_SHGK: Tensor,
+    spans: Sequence[KeySpan],
+    positions: Sequence[int],
+    *,
+    scale: float,
+    window_tokens: int | None,
+) -> Tensor:
+    """Return [S, H, G, K]: one query each of several sequences, with the bits of `attend`.
+
+    Fewer and smaller calls than a tile for each: a row is masked while its scores are made, the
+    products of all blocks are one call, and all sequences are summed in one.
+    """
+    num_sequences, num_heads, num_groups, head_dim = q_SHGK.shape
+    num_rows = -(-num_groups // ROW_MULTIPLE) * ROW_MULTIPLE
+    q_SHRK = q_SHGK.new_zeros(num_sequences, num_heads, num_rows, head_dim)
+    q_SHRK[:, :, :num_groups] = q_SHGK
+    products_NRK: list[Tensor] = []
+    counts: list[int] = []
+    for q_HRK, span, position in zip(q_SHRK, spans, positions, strict=True):
+        seen = span.blocks(position, position + 1, window_tokens)
+        num_keys = seen.keys.shape[1]
+        mask_C = _row_mask(position, seen.first_key, num_keys, window_tokens)
+        scores_HRC = torch.baddbmm(mask_C, q_HRK, seen.keys.transpose(1, 2), alpha=scale)
+        weights_HRC = torch.softmax(scores_HRC, dim=-1)
+        for weights_RC, v_CK in zip(weights_HRC, seen.values, strict=True):
+            weights_NRC = weights_RC.view(num_rows, -1, KEY_BLOCK).transpose(0, 1)
+            products_NRK.append(torch.bmm(weights_NRC, v_CK.view(-1, KEY_BLOCK, head_dim)))
+        counts.append(num_keys // KEY_BLOCK)
+    sums = q_SHGK.new_zeros(num_sequences * num_heads, num_rows * head_dim)
+    # index_add_ adds rows in order: block by block, as a tile does.
+    sums.index_add_(0, _owners(tuple(counts), num_heads), torch.cat(products_NRK).flatten(1))
+    return sums.view(num_sequences, num_heads, num_rows, head_dim)[:, :, :num_groups]
+
+
+def _row_mask(position: int, first_key: int, num_keys: int, window_tokens: int | None) -> Tensor:
+    """Return [C]: 0 where the query at `position` sees the key, else -inf; a view of a table."""
+    # Full attention is a window that has not been filled yet.
+    width = window_tokens or max(1024, 1 << position.bit_length())
+    return _window_table(width).narrow(0, KEY_BLOCK + first_key - (position - width + 1), num_keys)
+
+
+@lru_cache(maxsize=64)
+def _window_table(width: int) -> Tensor:
+    table = torch.full((KEY_BLOCK + width + KEY_BLOCK,), float("-inf"))
+    table[KEY_BLOCK : KEY_BLOCK + width] = 0.0
+    return table
+
+
+@lru_cache(maxsize=64)
+def _owners(counts: tuple[int, ...], num_heads: int) -> Tensor:
+    """Return which (sequence, head) each block's product belongs to."""
+    repeats = torch.tensor(counts).repeat_interleave(num_heads)
+    return torch.arange(len(repeats)).repeat_interleave(repeats)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from prfaas.engine.kv import SequenceKv
+from prfaas.engine.linear import Packing, padded_rows
 from prfaas.engine.rope import RopeTable
 
 
@@ -21,9 +22,15 @@ class Segment:
 
 
 class Batch:
-    """The rows of one forward. Rows past the last segment repeat token 0 and count for nothing."""
+    """The rows of one forward. Rows past the last segment repeat token 0 and count for nothing.
 
-    def __init__(self, segments: Sequence[Segment], row_multiple: int) -> None:
+    Attributes:
+        parts: each segment and its rows.
+        steps: the segments of a single token, which is most of decode; `step_rows` are their rows.
+        chunks: the other parts.
+    """
+
+    def __init__(self, segments: Sequence[Segment], packing: Packing) -> None:
         tokens: list[int] = []
         positions: list[int] = []
         self.parts: list[tuple[slice, Segment]] = []
@@ -33,19 +40,24 @@ class Batch:
             tokens.extend(segment.tokens)
             positions.extend(range(first, first + len(segment.tokens)))
             self.parts.append((slice(start, len(tokens)), segment))
-        padding = -len(tokens) % row_multiple
+        padding = padded_rows(len(tokens), packing) - len(tokens)
         self.tokens_T = torch.tensor(tokens + [0] * padding)
         self.positions_T = torch.tensor(positions + [0] * padding)
         self._end_position = max(positions) + 1
-        self._ropes: dict[RopeTable, tuple[Tensor, Tensor]] = {}
+        self._ropes: dict[RopeTable, Tensor] = {}
+        is_step = [len(segment.tokens) == 1 for segment in segments]
+        self.steps = [segment for segment, one in zip(segments, is_step, strict=True) if one]
+        self.chunks = [part for part, one in zip(self.parts, is_step, strict=True) if not one]
+        step_rows = [rows.start for (rows, _), one in zip(self.parts, is_step, strict=True) if one]
+        self.step_rows = torch.tensor(step_rows, dtype=torch.int64)
 
     @property
     def logit_rows(self) -> list[int]:
         """The rows whose logits are wanted."""
         return [rows.stop - 1 for rows, segment in self.parts if segment.num_logits]
 
-    def rope(self, table: RopeTable) -> tuple[Tensor, Tensor]:
-        """Return the table's cos and sin of every row, gathered once a forward."""
+    def rope(self, table: RopeTable) -> Tensor:
+        """Return the table's turn of every row, gathered once a forward."""
         if table not in self._ropes:
             self._ropes[table] = table.at(self.positions_T, self._end_position)
         return self._ropes[table]

@@ -17,6 +17,7 @@ have their KV; the rest is its remaining work. One that decodes has one token of
   `AGEING_STEPS` steps, until it fits.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -148,11 +149,23 @@ class Batcher:
         """Bytes of the working copies that running sequences may fill."""
         return self._used_bytes
 
-    def add(self, key: int, *, num_tokens: int, num_computed: int, max_kv_tokens: int) -> None:
+    def max_kv_tokens(self, limit: int) -> int:
+        """Return the most tokens, up to `limit`, whose KV the budget holds for one sequence."""
+        return bisect_right(range(1, limit + 1), self._options.kv_ram_bytes, key=self._kv_bytes)
+
+    def add(
+        self,
+        key: int,
+        *,
+        num_tokens: int,
+        num_computed: int,
+        max_kv_tokens: int,
+        has_begun: bool = False,
+    ) -> None:
         """Queue a new sequence of which `num_computed` tokens lie ready to be imported.
 
         `max_kv_tokens` is the most it can grow to. Raises BadRequest if that can never fit, and
-        Overloaded if the queue is full.
+        Overloaded if the queue is full, unless the answer `has_begun`.
         """
         assert 0 <= num_computed <= num_tokens <= max_kv_tokens
         max_bytes = self._kv_bytes(max_kv_tokens)
@@ -163,7 +176,7 @@ class Batcher:
                 code="context_length_exceeded",
             )
         num_queued = sum(not entry.was_admitted for entry in self._waiting.values())
-        if num_queued >= self._options.max_waiting_requests:
+        if num_queued >= self._options.max_waiting_requests and not has_begun:
             raise Overloaded(
                 f"{num_queued} requests are waiting; "
                 f"the limit is {self._options.max_waiting_requests}"

@@ -16,8 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prfaas.engine.attention import KEY_BLOCK
+from prfaas.engine.attention import KEY_BLOCK, KeySpan
 from prfaas.engine.config import LayerSpec
+
+Array = NDArray[np.float32]
 
 WINDOW_SLACK_TOKENS = 1024
 """Room of a window layer beyond its window, for the tokens of a forward (a prefill chunk)."""
@@ -40,32 +42,46 @@ def capacity_bytes(layers: Sequence[LayerSpec], capacity_tokens: int) -> int:
 
 
 class LayerKv:
-    """K and V of one layer: kv[0] and kv[1], [H, C, K], of positions base_tokens + 0, 1, ..."""
+    """K and V of one layer: kv[0] and kv[1], [H, C, K], of positions base_tokens + 0, 1, ...
+
+    One buffer, seen by attention as tensors and by what copies in and out as an array: for the few
+    KiB of a single token an array copy costs a tenth of a tensor's.
+    """
 
     def __init__(self, spec: LayerSpec, capacity_tokens: int, margin_tokens: int) -> None:
         self.spec = spec
-        self.base_tokens = 0
-        self.kv_2HCK = self._empty(layer_capacity(spec, capacity_tokens))
         self._margin_tokens = margin_tokens
         self._end_tokens = 0  # tokens are written up to here
         self._finite_tokens = 0  # from base_tokens up to here no byte is uninitialised
+        self._hold(self._empty(layer_capacity(spec, capacity_tokens)), 0)
 
     def _empty(self, capacity_tokens: int) -> Tensor:
         return torch.empty(2, self.spec.num_kv_heads, capacity_tokens, self.spec.head_dim)
+
+    def _hold(self, kv_2HCK: Tensor, base_tokens: int) -> None:
+        self.kv_2HCK = kv_2HCK
+        self.base_tokens = base_tokens
+        self._array_2HCK: Array = kv_2HCK.numpy()
+        self._span = KeySpan(kv_2HCK[0], kv_2HCK[1], base_tokens)
 
     @property
     def capacity_tokens(self) -> int:
         """Tokens that fit the buffer."""
         return self.kv_2HCK.shape[2]
 
-    def write(self, start: int, k_THK: Tensor, v_THK: Tensor) -> None:
+    @property
+    def span(self) -> KeySpan:
+        """The whole buffer, for attention; void once the layer is written again."""
+        return self._span
+
+    def write(self, start: int, k_THK: Array, v_THK: Array) -> None:
         """Put the K and V of positions start, start + 1, ...; what follows them is void."""
         room_2HTK = self._room(start, len(k_THK))
-        room_2HTK[0].copy_(k_THK.transpose(0, 1))
-        room_2HTK[1].copy_(v_THK.transpose(0, 1))
+        room_2HTK[0] = k_THK.swapaxes(0, 1)
+        room_2HTK[1] = v_THK.swapaxes(0, 1)
         self._end_tokens = start + len(k_THK)
 
-    def load(self, start: int, num_tokens: int) -> Tensor:
+    def load(self, start: int, num_tokens: int) -> Array:
         """Return room [2, H, num_tokens, K] for tokens made elsewhere, to be filled at once.
 
         Blocks of one window may come in any order.
@@ -74,14 +90,15 @@ class LayerKv:
             ValueError: the tokens lie before the window, or beyond the capacity.
         """
         if self._end_tokens == 0:
-            self.base_tokens = self._finite_tokens = self._first_kept(start)
+            self._hold(self.kv_2HCK, self._first_kept(start))
+            self._finite_tokens = self.base_tokens
         if start < self.base_tokens:
             raise ValueError(f"token {start} lies before the first kept, {self.base_tokens}")
         room_2HTK = self._room(start, num_tokens)
         self._end_tokens = max(self._end_tokens, start + num_tokens)
         return room_2HTK
 
-    def read(self, start: int, num_tokens: int) -> Tensor:
+    def read(self, start: int, num_tokens: int) -> Array:
         """Return the K and V of positions start, ..., [2, H, num_tokens, K]; a view.
 
         Raises:
@@ -93,7 +110,7 @@ class LayerKv:
                 f"{self.base_tokens}..{self._end_tokens}"
             )
         first = start - self.base_tokens
-        return self.kv_2HCK[:, :, first : first + num_tokens]
+        return self._array_2HCK[:, :, first : first + num_tokens]
 
     def truncate(self, num_tokens: int) -> None:
         """Void everything from position `num_tokens` on.
@@ -124,8 +141,9 @@ class LayerKv:
     def reallocate(self, capacity_tokens: int) -> None:
         """Move what is held to a buffer of `capacity_tokens`, which must be enough for it."""
         held = self.kv_2HCK[:, :, : self._finite_tokens - self.base_tokens]
-        self.kv_2HCK = self._empty(capacity_tokens)
-        self.kv_2HCK[:, :, : held.shape[2]] = held
+        buffer_2HCK = self._empty(capacity_tokens)
+        buffer_2HCK[:, :, : held.shape[2]] = held
+        self._hold(buffer_2HCK, self.base_tokens)
 
     def _first_kept(self, num_tokens: int) -> int:
         """The first position still wanted when the sequence goes on at `num_tokens`.
@@ -137,30 +155,32 @@ class LayerKv:
         first = num_tokens - (self.spec.window_tokens - 1) - self._margin_tokens
         return max(0, first) // KEY_BLOCK * KEY_BLOCK
 
-    def _room(self, start: int, num_tokens: int) -> Tensor:
+    def _room(self, start: int, num_tokens: int) -> Array:
         end, block_end = start + num_tokens, _ceil(start + num_tokens)
         if block_end - self.base_tokens > self.capacity_tokens:
             self._make_room(start, block_end)
         base = self.base_tokens
         if block_end > self._finite_tokens:
-            self.kv_2HCK[:, :, max(0, self._finite_tokens - base) : start - base] = 0.0
-            self.kv_2HCK[:, :, end - base : block_end - base] = 0.0
+            self._array_2HCK[:, :, max(0, self._finite_tokens - base) : start - base] = 0.0
+            self._array_2HCK[:, :, end - base : block_end - base] = 0.0
             self._finite_tokens = block_end
-        return self.kv_2HCK[:, :, start - base : end - base]
+        return self._array_2HCK[:, :, start - base : end - base]
 
     def _make_room(self, start: int, end: int) -> None:
         """Drop what no query from `start` on sees; grow a window's buffer for a long forward."""
         base = max(self.base_tokens, self._first_kept(start))
         held_end = max(base, min(self._finite_tokens, _ceil(start)))
         held = self.kv_2HCK[:, :, base - self.base_tokens : held_end - self.base_tokens]
+        buffer_2HCK = self.kv_2HCK
         if end - base <= self.capacity_tokens:
             held = held.clone()  # it may overlap its new place
         elif self.spec.window_tokens is None:
             raise ValueError(f"{end} tokens in a sequence of {self.capacity_tokens}")
         else:
-            self.kv_2HCK = self._empty(end - base + KEY_BLOCK)
-        self.kv_2HCK[:, :, : held.shape[2]] = held
-        self.base_tokens, self._finite_tokens = base, held_end
+            buffer_2HCK = self._empty(end - base + KEY_BLOCK)
+        buffer_2HCK[:, :, : held.shape[2]] = held
+        self._finite_tokens = held_end
+        self._hold(buffer_2HCK, base)
 
 
 class SequenceKv:
@@ -188,7 +208,7 @@ class SequenceKv:
             ValueError: the tokens are not here, or `out` has another size.
         """
         page_2HTK = self._page(layer, num_tokens, out)
-        page_2HTK[:] = self.layers[layer].read(block * self.block_tokens, num_tokens).numpy()
+        page_2HTK[:] = self.layers[layer].read(block * self.block_tokens, num_tokens)
 
     def import_block(self, layer: int, block: int, num_tokens: int, data: memoryview) -> None:
         """Read what export_block wrote; set_num_tokens makes it count.
@@ -198,7 +218,7 @@ class SequenceKv:
         """
         page_2HTK = self._page(layer, num_tokens, data)
         room_2HTK = self.layers[layer].load(block * self.block_tokens, num_tokens)
-        room_2HTK.numpy()[:] = page_2HTK
+        room_2HTK[:] = page_2HTK
 
     def set_num_tokens(self, num_tokens: int) -> None:
         """Declare that every layer holds what it needs to go on at `num_tokens`; void the rest.
@@ -222,7 +242,7 @@ class SequenceKv:
         other.layers = [layer.fork() for layer in self.layers]
         return other
 
-    def _page(self, layer: int, num_tokens: int, data: memoryview) -> NDArray[np.float32]:
+    def _page(self, layer: int, num_tokens: int, data: memoryview) -> Array:
         spec = self.layers[layer].spec
         expected = num_tokens * spec.values_per_token * FLOAT32_BYTES
         if data.nbytes != expected:

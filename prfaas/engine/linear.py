@@ -15,18 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Packing = Literal["fbgemm-fp16", "onednn-f32", "padded-f32"]
-ROW_MULTIPLE: dict[Packing, int] = {
-    # fbgemm works in bands of 6 rows; a remainder of 1 or 2 takes a kernel with other rounding.
-    "fbgemm-fp16": 6,
-    # MKL takes other kernels for 1 to 3 rows; 8 leaves room for other libraries.
-    "padded-f32": 8,
-    "onednn-f32": 1,
-}
+FBGEMM_PADDED_REMAINDER = (0, 3, 3, 3, 4, 5)
+"""fbgemm cuts rows into bands of 6. Its kernels for 3 to 6 rows round alike, those for 1 and 2 do not."""
 SHARD_OUTPUTS = 4096
 REORDER_BATCH_HINT = 64  # with a hint of 1, oneDNN packs for one row and M=1 rounds differently
 
 Linear = Callable[[Tensor], Tensor]
-"""x_MK -> y_MN; M must be a multiple of ROW_MULTIPLE[packing], x_MK contiguous float32."""
+"""x_MK -> y_MN; M must be one of padded_rows(), x_MK contiguous float32."""
 
 
 def pack(weight_NK: Tensor, packing: Packing) -> Linear:
@@ -61,10 +56,22 @@ def _pack_onednn(weight_NK: Tensor) -> Linear:
     return lambda x_MK: apply(x_MK, packed, None, "none", [], "")
 
 
+def padded_rows(num_rows: int, packing: Packing) -> int:
+    """Return the smallest row count >= num_rows at which `packing` is exact."""
+    match packing:
+        case "fbgemm-fp16":
+            bands, remainder = divmod(num_rows, 6)
+            return 6 * bands + FBGEMM_PADDED_REMAINDER[remainder]
+        case "padded-f32":
+            return -(-num_rows // 8) * 8  # MKL takes other kernels for 1 to 3 rows
+        case "onednn-f32":
+            return num_rows
+
+
 def is_available(packing: Packing) -> bool:
     """Return whether this build of torch on this machine computes `packing`."""
     weight = torch.eye(16)
-    rows = torch.ones(ROW_MULTIPLE[packing], 16)
+    rows = torch.ones(padded_rows(1, packing), 16)
     try:
         return torch.equal(pack(weight, packing)(rows), rows)
     except (RuntimeError, AttributeError, NotImplementedError):

@@ -7,8 +7,9 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,13 +25,10 @@ from prfaas.engine.numerics import (
     candidate_packings,
     numerics_fingerprint,
 )
-from prfaas.engine.rope import RopeTable
+from prfaas.engine.rope import RopeTable, pair_order
 from prfaas.engine.safetensors_file import SafetensorsFile
 from prfaas.errors import ConfigError
 from prfaas.log import get_logger
-
-if TYPE_CHECKING:
-    from prfaas.engine.rope_spec import RopeSpec
 
 IGNORED_TENSORS = re.compile(
     r"(model\.)?(vision_tower|multi_modal_projector|visual)\.|.*\.rotary_emb\.inv_freq$"
@@ -120,14 +118,21 @@ class _Builder:
         self._config = config
         self._weights = weights
         self._packing = packing
-        self._ropes: dict[tuple[RopeSpec, int], RopeTable] = {}
+        self._ropes = {
+            (rope, head_dim): RopeTable(rope, head_dim)
+            for rope, head_dim in {(spec.rope, spec.head_dim) for spec in config.layers}
+            if rope is not None
+        }
 
     def build(self, model_fingerprint: str) -> Model:
         config, weights = self._config, self._weights
         size = (config.vocab_size, config.hidden_size)
         embedding = weights.take("model.embed_tokens.weight", *size)
         head = embedding if config.has_tied_embeddings else weights.take("lm_head.weight", *size)
-        layers = [self._block(layer) for layer in range(len(config.layers))]
+        # Packing is one thread's work for each matrix and lets go of the interpreter.
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            packed_head = pool.submit(pack, head, self._packing)
+            layers = list(pool.map(self._block, range(len(config.layers))))
         return Model(
             config,
             embed_tokens=Embedding(
@@ -137,7 +142,7 @@ class _Builder:
             ),
             layers=layers,
             norm=self._norm("model.norm"),
-            lm_head=pack(head, self._packing),
+            lm_head=packed_head.result(),
             packing=self._packing,
             model_fingerprint=model_fingerprint,
         )
@@ -161,25 +166,26 @@ class _Builder:
         hidden = self._config.hidden_size
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         assert spec.rope is not None, "refused with the model's config"
-        key = (spec.rope, spec.head_dim)
-        if key not in self._ropes:
-            self._ropes[key] = RopeTable(spec.rope, spec.head_dim)
+        order = pair_order(spec.head_dim)
+        q, k = (
+            self._weights.take(f"{name}{part}_proj.weight", rows, hidden)
+            .view(-1, spec.head_dim, hidden)[:, order]
+            .flatten(0, 1)
+            for part, rows in (("q", q_rows), ("k", kv_rows))
+        )
+        v = self._weights.take(name + "v_proj.weight", kv_rows, hidden)
         return GqaMixer(
             spec,
-            qkv_proj=self._linear(
-                (name + "q_proj", q_rows),
-                (name + "k_proj", kv_rows),
-                (name + "v_proj", kv_rows),
-                num_inputs=hidden,
-            ),
+            qkv_proj=pack(torch.cat([q, k, v]), self._packing),
             o_proj=self._linear((name + "o_proj", hidden), num_inputs=q_rows),
             qk_norm=self._qk_norm(spec, name) if spec.has_qk_norm else None,
-            rope=self._ropes[key],
+            rope=self._ropes[spec.rope, spec.head_dim],
         )
 
     def _qk_norm(self, spec: GqaSpec, name: str) -> RmsNorm:
-        q = self._weights.take(name + "q_norm.weight", spec.head_dim).float()
-        k = self._weights.take(name + "k_norm.weight", spec.head_dim).float()
+        order = pair_order(spec.head_dim)
+        q = self._weights.take(name + "q_norm.weight", spec.head_dim)[order].float()
+        k = self._weights.take(name + "k_norm.weight", spec.head_dim)[order].float()
         return RmsNorm(
             torch.cat([q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)]),
             self._config.norm_eps,

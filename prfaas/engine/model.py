@@ -17,7 +17,7 @@ from prfaas.engine.kv import SequenceKv, capacity_bytes
 from prfaas.engine.layers.gqa import GqaMixer
 from prfaas.engine.layers.mlp import GatedMlp
 from prfaas.engine.layers.norm import RmsNorm
-from prfaas.engine.linear import ROW_MULTIPLE, Linear, Packing
+from prfaas.engine.linear import Linear, Packing, padded_rows
 
 __all__ = ["Block", "Embedding", "Model", "Segment"]
 
@@ -114,7 +114,7 @@ class Model:
             on_layer: called with l once layer l wrote every segment's K and V, which may be
                 exported from then on.
         """
-        batch = Batch(segments, ROW_MULTIPLE[self.packing])
+        batch = Batch(segments, self.packing)
         x_TD = self.embed_tokens(batch.tokens_T)
         on_layer = on_layer or _ignore
         for index, layer in enumerate(self.layers):
@@ -127,7 +127,7 @@ class Model:
     def _logits(self, x_TD: Tensor, rows: list[int]) -> Tensor:
         if not rows:
             return x_TD.new_empty(0, self.config.vocab_size)
-        padding = -len(rows) % ROW_MULTIPLE[self.packing]
+        padding = padded_rows(len(rows), self.packing) - len(rows)
         return self.lm_head(self.norm(x_TD[rows + rows[:1] * padding]))[: len(rows)]
 
 

@@ -12,19 +12,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from prfaas.engine.attention import KEY_BLOCK, attend
+from prfaas.engine.attention import KEY_BLOCK, KeySpan, attend, attend_steps
 from prfaas.engine.batch import Batch, Segment
 from prfaas.engine.config import LayerSpec
-from prfaas.engine.linear import ROW_MULTIPLE, Packing, is_available
+from prfaas.engine.linear import Packing, is_available, padded_rows
 from prfaas.engine.model import Model
+from prfaas.log import get_logger
 
 NUM_TEST_TOKENS = 330
-TEST_CUTS = (1, 2, 9, 70, 71, 200, 264)
+TEST_CUTS = (1, 2, 4, 9, 70, 71, 200, 264)
 """Ends of the pieces that must give the bits of the whole: single rows, odd counts, whole tiles."""
-NUM_NEIGHBOUR_TOKENS = 3
+NUM_NEIGHBOUR_TOKENS = 2
 NUM_TEST_KEYS = 1100
 NUM_TEST_ROWS = 20
-HEAD_ROWS = 4
+HEAD_ROWS = (12, 1, 2, 4)
+"""Rows of the head's pieces, each padded as a batch would be."""
 
 
 class InexactKernelsError(Exception):
@@ -44,14 +46,21 @@ def candidate_packings(dtype: Literal["float16", "float32"]) -> tuple[Packing, .
 def numerics_fingerprint(model: Model) -> str:
     """Return what decides the bits of this model's results here, after testing that they are exact.
 
+    Single steps whose own kernel differs from a tile's are turned off in the model, with a warning:
+    then a tile computes them.
+
     Raises:
         InexactKernelsError: some result depends on how the work was cut.
     """
+    if not all(steps_equal_tiles(spec) for spec in dict.fromkeys(model.config.layers)):
+        get_logger().warning("attention.steps_inexact")
+        for layer in model.layers:
+            layer.self_attn.has_exact_steps = False
     return " ".join(
         (
             f"cpu-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}",
             f"torch-{torch.__version__}",
-            f"{model.packing}-rows{ROW_MULTIPLE[model.packing]}",
+            model.packing,
             f"attention-grid{KEY_BLOCK}",
             "kv-float32",
             "exact",
@@ -78,13 +87,14 @@ def self_test(model: Model) -> str:
         whole_TD = _run_layer(model, index, x_TD, ())
         _require_equal(f"layer {index}", whole_TD, _run_layer(model, index, x_TD, TEST_CUTS))
         digest.update(whole_TD.numpy().data)
-        digest.update(_test_attention(spec, generator).contiguous().numpy().data)
-    rows = ROW_MULTIPLE[model.packing]
-    x_TD = torch.randn(HEAD_ROWS * rows, model.config.hidden_size, generator=generator)
-    whole_TV = model.lm_head(x_TD)
-    pieces_TV = torch.cat([model.lm_head(x_TD[:rows]), model.lm_head(x_TD[rows:])])
+        digest.update(_LongAttention(spec, generator).test().numpy().data)
+    x_TD = torch.randn(sum(HEAD_ROWS), model.config.hidden_size, generator=generator)
+    whole_TV = _run_head(model, x_TD)
+    pieces_TV = torch.cat(
+        [_run_head(model, piece_TD) for piece_TD in torch.split(x_TD, list(HEAD_ROWS))]
+    )
     _require_equal("the head", whole_TV, pieces_TV)
-    digest.update(whole_TV.numpy().data)
+    digest.update(whole_TV.contiguous().numpy().data)
     return digest.hexdigest()
 
 
@@ -98,7 +108,7 @@ def _run_layer(model: Model, index: int, x_TD: Tensor, cuts: tuple[int, ...]) ->
             Segment(kv=kv, tokens=[0] * (stop - start), num_logits=0),
             Segment(kv=neighbour, tokens=[0] * NUM_NEIGHBOUR_TOKENS, num_logits=0),
         ]
-        batch = Batch(segments, ROW_MULTIPLE[model.packing])
+        batch = Batch(segments, model.packing)
         piece_TD = x_TD.new_ones(len(batch.tokens_T), x_TD.shape[1])
         piece_TD[: stop - start] = x_TD[start:stop]
         model.layers[index].add_to(piece_TD, batch, index, _ignore)
@@ -111,32 +121,68 @@ def _ignore() -> None:
     """Nobody waits for the test's K and V."""
 
 
-def _test_attention(spec: LayerSpec, generator: torch.Generator) -> Tensor:
-    """Return the last rows of a longer attention, equal for a tile, single rows and a cut buffer."""
-    num_groups = spec.num_heads // spec.num_kv_heads
-    shape = (spec.num_kv_heads, NUM_TEST_KEYS, num_groups, spec.head_dim)
-    q_HTGK = torch.randn(shape, generator=generator)
-    padded = -(-NUM_TEST_KEYS // KEY_BLOCK) * KEY_BLOCK
-    kv_2HCK = torch.randn(2, spec.num_kv_heads, padded, spec.head_dim, generator=generator)
+def _run_head(model: Model, x_TD: Tensor) -> Tensor:
+    padding = padded_rows(len(x_TD), model.packing) - len(x_TD)
+    return model.lm_head(torch.cat([x_TD, x_TD[:1].expand(padding, -1)]))[: len(x_TD)]
 
-    def rows(start: int, stop: int, first_key: int = 0) -> Tensor:
-        return attend(
-            q_HTGK[:, start:stop].flatten(1, 2),
-            *kv_2HCK[:, :, first_key:],
-            num_groups=num_groups,
-            first_position=start,
-            first_key=first_key,
-            scale=spec.scale,
-            window_tokens=spec.window_tokens,
+
+class _LongAttention:
+    """The last rows of a longer sequence than a layer's test has."""
+
+    def __init__(self, spec: LayerSpec, generator: torch.Generator) -> None:
+        self._spec = spec
+        num_groups = spec.num_heads // spec.num_kv_heads
+        padded = -(-NUM_TEST_KEYS // KEY_BLOCK) * KEY_BLOCK
+        self._q_THGK = torch.randn(
+            NUM_TEST_ROWS, spec.num_kv_heads, num_groups, spec.head_dim, generator=generator
+        )
+        self._kv_2HCK = torch.randn(
+            2, spec.num_kv_heads, padded, spec.head_dim, generator=generator
+        )
+        self._start = NUM_TEST_KEYS - NUM_TEST_ROWS
+
+    def test(self) -> Tensor:
+        """Return the rows, which must be equal in one tile and one by one, on a cut buffer."""
+        whole = self.tile(0, NUM_TEST_ROWS)
+        first_seen = max(0, self._start + 1 - (self._spec.window_tokens or NUM_TEST_KEYS))
+        first_key = first_seen // KEY_BLOCK * KEY_BLOCK
+        single = [self.tile(row, row + 1, first_key) for row in range(NUM_TEST_ROWS)]
+        _require_equal(f"attention of window {self._spec.window_tokens}", whole, torch.cat(single))
+        return whole
+
+    def tile(self, start: int, stop: int, first_key: int = 0) -> Tensor:
+        """Return rows start, ..., stop - 1 as a tile computes them."""
+        out_THGK = torch.empty_like(self._q_THGK[start:stop])
+        attend(
+            self._q_THGK[start:stop],
+            self._span(first_key),
+            first_position=self._start + start,
+            scale=self._spec.scale,
+            window_tokens=self._spec.window_tokens,
+            out_THGK=out_THGK,
+        )
+        return out_THGK
+
+    def steps(self) -> Tensor:
+        """Return all rows as steps compute them."""
+        return attend_steps(
+            self._q_THGK,
+            [self._span(0)] * NUM_TEST_ROWS,
+            range(self._start, NUM_TEST_KEYS),
+            scale=self._spec.scale,
+            window_tokens=self._spec.window_tokens,
         )
 
-    start = NUM_TEST_KEYS - NUM_TEST_ROWS
-    whole_HRK = rows(start, NUM_TEST_KEYS)
-    window = spec.window_tokens or NUM_TEST_KEYS
-    first_key = max(0, start - window + 1) // KEY_BLOCK * KEY_BLOCK
-    single = [rows(position, position + 1, first_key) for position in range(start, NUM_TEST_KEYS)]
-    _require_equal(f"attention of window {spec.window_tokens}", whole_HRK, torch.cat(single, 1))
-    return whole_HRK
+    def _span(self, first_key: int) -> KeySpan:
+        k_HCK, v_HCK = self._kv_2HCK[:, :, first_key:]
+        return KeySpan(k_HCK, v_HCK, first_key)
+
+
+@torch.no_grad()
+def steps_equal_tiles(spec: LayerSpec) -> bool:
+    """Return whether decode steps have a kernel of their own that gives the bits of a tile."""
+    attention = _LongAttention(spec, torch.Generator().manual_seed(0))
+    return torch.equal(attention.steps(), attention.tile(0, NUM_TEST_ROWS))
 
 
 def _require_equal(name: str, whole: Tensor, pieces: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: tables of cos and sin, and their application.
+"""Rotary position embedding: tables of turns, and their application.
 
 Shapes: T tokens, H heads, K head dim.
 """
@@ -42,36 +42,38 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 class RopeTable:
-    """cos and sin of every position so far asked for; one table serves all layers of a spec."""
+    """The turn of every position so far asked for; one table serves all layers of a spec."""
 
     def __init__(self, spec: RopeSpec, head_dim: int) -> None:
         self._frequencies = inverse_frequencies(spec, head_dim)
-        self._cos_PK = torch.empty(0, head_dim)
-        self._sin_PK = torch.empty(0, head_dim // 2)
+        self._turns_PK = torch.empty(0, head_dim // 2, dtype=torch.complex64)
 
-    def at(self, positions_T: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Return (cos [T, 1, K], sin [T, 1, K / 2]) of the positions, all below `end`."""
-        if end > len(self._cos_PK):
+    def at(self, positions_T: Tensor, end: int) -> Tensor:
+        """Return cos + i sin of the positions, all below `end`; complex [T, 1, K / 2]."""
+        if end > len(self._turns_PK):
             self._grow(-(-end // TABLE_STEP_TOKENS) * TABLE_STEP_TOKENS)
-        return self._cos_PK[positions_T].unsqueeze(1), self._sin_PK[positions_T].unsqueeze(1)
+        return self._turns_PK[positions_T].unsqueeze(1)
 
     def _grow(self, num_positions: int) -> None:
         # Whole steps from absolute position 0: a row's bits never depend on when it was made.
-        start = len(self._cos_PK)
-        new = [
-            torch.arange(first, first + TABLE_STEP_TOKENS).float()[:, None] * self._frequencies
-            for first in range(start, num_positions, TABLE_STEP_TOKENS)
-        ]
-        cos_PK = [torch.cos(angles).repeat(1, 2) for angles in new]
-        sin_PK = [torch.sin(angles) for angles in new]
-        self._cos_PK = torch.cat([self._cos_PK, *cos_PK])
-        self._sin_PK = torch.cat([self._sin_PK, *sin_PK])
+        turns_PK = [self._turns_PK]
+        for first in range(len(self._turns_PK), num_positions, TABLE_STEP_TOKENS):
+            positions = torch.arange(first, first + TABLE_STEP_TOKENS).float()
+            angles = positions[:, None] * self._frequencies
+            turns_PK.append(torch.complex(torch.cos(angles), torch.sin(angles)))
+        self._turns_PK = torch.cat(turns_PK)
 
 
-def rotate(x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
-    """Return x with its first half of dimensions rotated against the second; contiguous."""
-    half = x_THK.shape[-1] // 2
-    rotated = x_THK * cos_T1K
-    rotated[..., :half].addcmul_(x_THK[..., half:], sin_T1K, value=-1)
-    rotated[..., half:].addcmul_(x_THK[..., :half], sin_T1K)
-    return rotated
+def pair_order(head_dim: int) -> Tensor:
+    """Return the order of a head's dimensions in which the two of each rotated pair are neighbours.
+
+    Checkpoints rotate dimension i against i + K / 2. Scores do not change when q and k are reordered
+    alike, and neighbours are rotated by one complex product.
+    """
+    return torch.arange(head_dim).view(2, -1).T.flatten()
+
+
+def rotate(x_THK: Tensor, turns_T1K: Tensor) -> Tensor:
+    """Return contiguous `x_THK`, in pair_order, with each pair turned; a new tensor."""
+    pairs = torch.view_as_complex(x_THK.view(*x_THK.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns_T1K).flatten(-2)

@@ -27,7 +27,7 @@ from prfaas.engine.rate import PrefillRate
 from prfaas.engine.sampler import Float32s, Sampler, TokenHistory
 from prfaas.engine.sequence import RequestState, SequenceState, check_submission
 from prfaas.engine.submission import EngineEvent, EngineLoad, FirstLogits, Submission
-from prfaas.errors import BadRequest
+from prfaas.errors import BadRequest, ConfigError
 from prfaas.log import get_logger
 from prfaas.types import RequestEnded, TokenEvent
 
@@ -47,8 +47,6 @@ class Runner:
     ) -> None:
         self.num_layers_run = 0
         """Goes up with every layer of every forward; other threads read it as a heartbeat."""
-        limit = model.config.max_context_tokens
-        self.max_context_tokens = min(options.max_context_tokens or limit, limit)
         self._model = model
         self._cache = cache
         self._layout = cache.layout
@@ -59,12 +57,34 @@ class Runner:
             block_tokens=cache.layout.block_tokens,
             kv_bytes=model.kv_capacity_bytes,
         )
+        self.max_context_tokens = self._context_tokens(options)
+        """Prompt plus completion; what is longer could never run here."""
         self._keys = itertools.count()
         self._requests: dict[str, RequestState] = {}
         self._sequences: dict[int, SequenceState] = {}
         self._events: list[EngineEvent] = []
         self._step_count = 0
         self._prefill_rate = PrefillRate()
+
+    def _context_tokens(self, options: EngineOptions) -> int:
+        """Return what model, options and memory allow. Raises ConfigError for less than 2."""
+        limit = self._model.config.max_context_tokens
+        limit = min(options.max_context_tokens or limit, limit)
+        # The last token is drawn only: its KV is never needed.
+        most = self._batcher.max_kv_tokens(limit - 1) + 1
+        if most < 2:
+            raise ConfigError(
+                f"engine.kv_ram_bytes = {options.kv_ram_bytes} does not hold the KV of one token: "
+                f"{self._model.kv_capacity_bytes(1)} bytes"
+            )
+        if most < limit:
+            get_logger().warning(
+                "context.limited",
+                max_context_tokens=most,
+                wanted_tokens=limit,
+                kv_ram_bytes=options.kv_ram_bytes,
+            )
+        return most
 
     @property
     def has_work(self) -> bool:
@@ -117,6 +137,7 @@ class Runner:
             num_tokens=num_prompt,
             num_computed=num_computed,
             max_kv_tokens=num_prompt if submission.prefill_only else max_total - 1,
+            has_begun=any(submission.forced_tokens),
         )
         self._requests[request.request_id] = state
         self._enter(sequence)

@@ -29,6 +29,7 @@ Reason = Literal[
     "peer_incompatible",
     "peer_overloaded",
     "pool_full",
+    "prompt_refused",
     "peer_stuck",
     "transfer_failed",
     "slower_than_local",
@@ -40,6 +41,7 @@ Outcome = Literal[
     "completed",
     "cancelled",
     "pool_full",
+    "prompt_refused",
     "peer_down",
     "peer_incompatible",
     "peer_overloaded",
@@ -277,7 +279,7 @@ def _after(
 ) -> PeerView:
     """Return the peer's view after one transfer's end."""
     match outcome:
-        case "cancelled" | "pool_full":
+        case "cancelled" | "pool_full" | "prompt_refused":
             return peer
         case "completed":
             state: PeerState = "incompatible" if peer.state == "incompatible" else "ready"

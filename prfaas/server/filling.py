@@ -63,6 +63,8 @@ class _Prefix:
     """A prefix hit, and whether its KV has this node's own bits."""
 
     table: BlockTable
+    salt: bytes
+    """Of the table's keys."""
     is_exact: bool
 
 
@@ -95,10 +97,14 @@ class PromptFiller:
         *,
         force_route: RouteName | None,
         want_logits: bool,
-    ) -> None:
+    ) -> bytes:
         """Hold a table from which the engine can continue, or have the request answered already.
 
         The record says which way it went, and why.
+
+        Returns:
+            The salt of the table's keys: what the engine adds belongs under it, too. KV that builds
+            on a peer's approximate KV is approximate, whoever computed it.
         """
         prefix = await self._look_up(generation.request)
         hold.take(prefix.table)
@@ -108,9 +114,9 @@ class PromptFiller:
         record.predicted_ttft_s = route.predicted_ttft_s
         if route.name == "local":
             self._count_hit(generation, prefix, num_remote=0)
-        else:
-            is_forced = force_route is not None
-            await self._fill_remotely(generation, hold, prefix, want_logits, is_forced)
+            return prefix.salt
+        is_forced = force_route is not None
+        return await self._fill_remotely(generation, hold, prefix, want_logits, is_forced)
 
     def _count_hit(
         self, generation: RunningGeneration, prefix: _Prefix, *, num_remote: int
@@ -139,12 +145,13 @@ class PromptFiller:
 
     async def _look_up_exact(self, request: Request) -> _Prefix:
         keys = await self._keys.keys(request.prompt_tokens, request.cache_salt)
-        return _Prefix(self._cache.lookup(keys, len(request.prompt_tokens)), True)
+        table = self._cache.lookup(keys, len(request.prompt_tokens))
+        return _Prefix(table, request.cache_salt, True)
 
     async def _look_up_approximate(self, request: Request, peer: Peer) -> _Prefix:
         salt = approximate_salt(request.cache_salt, peer.numerics_fingerprint)
         keys = await self._keys.keys(request.prompt_tokens, salt)
-        return _Prefix(self._cache.lookup(keys, len(request.prompt_tokens)), False)
+        return _Prefix(self._cache.lookup(keys, len(request.prompt_tokens)), salt, False)
 
     def _local_view(self) -> LocalView:
         load = self._engine.load()
@@ -175,8 +182,11 @@ class PromptFiller:
         prefix: _Prefix,
         want_logits: bool,
         is_forced: bool,
-    ) -> None:
-        """Pull the prompt's KV from the peer; if that fails, hold what a fresh lookup finds."""
+    ) -> bytes:
+        """Pull the prompt's KV from the peer; if that fails, hold what a fresh lookup finds.
+
+        Returns the salt of the held table's keys.
+        """
         request = generation.request
         attempt: RemoteAttempt | None = None
         outcome: Outcome = "cancelled"
@@ -198,8 +208,9 @@ class PromptFiller:
                 rates=None if attempt is None else attempt.rates,
                 retry_after_s=FIRST_BACKOFF_S if attempt is None else attempt.retry_after_s,
             )
-        if outcome not in ("completed", "cancelled"):
-            await self._fall_back(generation, hold, attempt, outcome)
+        if attempt is not None and outcome in ("completed", "cancelled"):
+            return attempt.salt
+        return await self._fall_back(generation, hold, attempt, outcome)
 
     async def _reserve(
         self, request: Request, hold: TableHold, prefix: _Prefix, want_logits: bool
@@ -217,6 +228,7 @@ class PromptFiller:
         return RemoteAttempt(
             request=request,
             table=prefix.table,
+            salt=prefix.salt,
             is_exact=prefix.is_exact,
             want_logits=want_logits,
             local_estimate_s=self._local_view().ttft_s(num_tokens=uncached_tokens),
@@ -228,7 +240,8 @@ class PromptFiller:
         hold: TableHold,
         attempt: RemoteAttempt | None,
         outcome: Outcome,
-    ) -> None:
+    ) -> bytes:
+        """Hold what a fresh lookup finds and return the salt of its keys."""
         record = generation.record
         record.route, record.reason = "local", outcome
         if attempt is not None and attempt.detail:
@@ -239,3 +252,4 @@ class PromptFiller:
         base_tokens = salvaged.table.hit_tokens if attempt is None else attempt.base_tokens
         num_remote = max(0, salvaged.table.hit_tokens - base_tokens)
         self._count_hit(generation, salvaged, num_remote=num_remote)
+        return salvaged.salt

@@ -204,11 +204,11 @@ class PdNode:
             self._check(generation.request)
             assert self._filler is not None, "not started"
             with TableHold() as hold:
-                await self._filler.fill(
+                salt = await self._filler.fill(
                     generation, hold, force_route=force_route, want_logits=return_logits
                 )
                 if not generation.is_answered:
-                    await self._decode(generation, hold, return_logits)
+                    await self._decode(generation, hold, salt, return_logits)
         except asyncio.CancelledError:  # by `close`: whoever iterates must hear of it
             generation.fail(EngineError("the node is closing"))
             raise
@@ -230,13 +230,16 @@ class PdNode:
             raise BadRequest("the prompt is empty")
 
     async def _decode(
-        self, generation: RunningGeneration, hold: TableHold, return_logits: bool
+        self, generation: RunningGeneration, hold: TableHold, salt: bytes, return_logits: bool
     ) -> None:
-        """Continue behind the table with the engine, from what was drawn already."""
+        """Continue behind the table with the engine, from what was drawn already.
+
+        `salt` is that of the table's keys.
+        """
         request_id = generation.request.request_id
         stream = self._engine.submit(
             Submission(
-                request=generation.request,
+                request=replace(generation.request, cache_salt=salt),
                 table=hold.hand_over(),
                 forced_tokens=generation.drawn_tokens if generation.has_drawn else (),
                 return_logits=return_logits and generation.first_logits is None,

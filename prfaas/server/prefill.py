@@ -29,6 +29,9 @@ from prfaas.transport.options import TransportOptions
 from prfaas.transport.outgoing import OutgoingTransfer
 from prfaas.transport.server import check_bind, routes
 
+MAX_CANCELLED = 1024
+MAX_TRANSFER_ID_CHARS = 32
+
 
 class PrefillNode:
     """A node of the prefill role; also the TransferService behind its routes."""
@@ -57,7 +60,8 @@ class PrefillNode:
         self._keys = KeyThread(cache.block_keys)
         self._transfers: dict[str, OutgoingTransfer | None] = {}
         """None while its prompt is being looked up."""
-        self._cancelled: set[str] = set()
+        self._cancelled: dict[str, None] = {}
+        """The latest ids that were cancelled before their transfer began, oldest first."""
         self._tasks: asyncio.TaskGroup | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._is_draining = False
@@ -123,15 +127,19 @@ class PrefillNode:
         return self._transfers.get(transfer_id)
 
     def cancel(self, transfer_id: str) -> bool:
-        """End a transfer, even one whose prompt is still being looked up; False if unknown."""
-        if transfer_id not in self._transfers:
-            return False
-        transfer = self._transfers[transfer_id]
-        if transfer is None:
-            self._cancelled.add(transfer_id)
-        else:
+        """End a transfer, even one that is only being opened; False if unknown.
+
+        An unknown one is remembered: its `open` may be on its way over another connection, and
+        whoever sent it has left.
+        """
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None:
             transfer.close("cancelled")
-        return True
+        elif len(transfer_id) <= MAX_TRANSFER_ID_CHARS:
+            self._cancelled[transfer_id] = None
+            if len(self._cancelled) > MAX_CANCELLED:
+                del self._cancelled[next(iter(self._cancelled))]
+        return transfer_id in self._transfers
 
     def count_sent(self, num_bytes: int) -> None:
         """Count page bytes that went out."""
@@ -149,7 +157,7 @@ class PrefillNode:
         finally:
             if self._transfers[transfer_id] is None:
                 del self._transfers[transfer_id]
-            self._cancelled.discard(transfer_id)
+            self._cancelled.pop(transfer_id, None)
         return TransferAccepted(hit_tokens=table.hit_tokens)
 
     def _check(self, asked: TransferRequest) -> None:
@@ -161,6 +169,8 @@ class PrefillNode:
             raise Overloaded(reason)
         if len(self._transfers) >= self._options.max_transfers:
             raise Overloaded(f"{len(self._transfers)} transfers in flight, limit is as many")
+        if asked.transfer_id in self._cancelled:
+            raise Overloaded("cancelled")
         if asked.transfer_id in self._transfers:
             raise BadRequest(f"transfer {asked.transfer_id} exists")
         prompt = asked.request.prompt_tokens
@@ -178,6 +188,12 @@ class PrefillNode:
         keys = await self._keys.keys(request.prompt_tokens, request.cache_salt)
         if asked.transfer_id in self._cancelled:
             raise Overloaded("cancelled")
+        num_pages = self._cache.layout.pages_needed(num_tokens)
+        if num_pages > self._cache.pool.num_pages:
+            raise BadRequest(
+                f"{num_tokens} prompt tokens need {num_pages} pages, the pool has "
+                f"{self._cache.pool.num_pages}"
+            )
         table = self._cache.lookup(keys, num_tokens)
         if not table.try_reserve(num_tokens):
             table.release()

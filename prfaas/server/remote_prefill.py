@@ -11,6 +11,7 @@ from prfaas.clock import Clock
 from prfaas.errors import (
     IncompatiblePeer,
     Overloaded,
+    PromptRefused,
     ProtocolError,
     TransferError,
     TransferTimeout,
@@ -35,8 +36,10 @@ class RemoteAttempt:
     """What one try was for and what became of it; `failure` is None as long as nothing failed."""
 
     request: Request
-    """As it is sent: with the salt of the cache root that the pages belong to."""
+    """As it is sent: a peer keeps its pages under its own numerics."""
     table: BlockTable
+    salt: bytes
+    """Of the table's keys: the request's, or one that names the numerics of an approximate peer."""
     is_exact: bool
     want_logits: bool
     local_estimate_s: float | None
@@ -100,6 +103,8 @@ class RemotePrefiller:
         except Overloaded as error:
             attempt.retry_after_s = error.retry_after_s
             self._fail(attempt, "peer_overloaded", error)
+        except PromptRefused as error:
+            self._fail(attempt, "prompt_refused", error)
         except IncompatiblePeer as error:
             self._fail(attempt, "peer_incompatible", error)
         except _TooSlow as error:
@@ -123,7 +128,7 @@ class RemotePrefiller:
         self, attempt: RemoteAttempt, outcome: Outcome, error: TransferError | Overloaded
     ) -> None:
         attempt.outcome, attempt.detail = outcome, str(error)
-        if outcome not in ("peer_overloaded", "slower_than_local"):
+        if outcome not in ("peer_overloaded", "prompt_refused", "slower_than_local"):
             self._peer.doubt()
 
     async def _run(self, attempt: RemoteAttempt, generation: RunningGeneration) -> None:

@@ -126,9 +126,11 @@ class Tokenizer:
             BadRequest: the text holds half of a surrogate pair, which no tokenizer can read.
         """
         try:
-            ids = self._encoding.encode(text, add_special_tokens=False).ids
+            # `encode` holds the GIL: 2 MB of text stop every other thread for seconds.
+            (encoded,) = self._encoding.encode_batch_fast([text], add_special_tokens=False)
         except (UnicodeEncodeError, TypeError) as error:
             raise BadRequest("the text holds an unpaired surrogate") from error
+        ids = encoded.ids
         if (
             add_bos
             and self._starts_with_bos

@@ -18,6 +18,7 @@ import aiohttp
 from prfaas.errors import (
     IncompatiblePeer,
     Overloaded,
+    PromptRefused,
     ProtocolError,
     TransferError,
     TransferTimeout,
@@ -40,6 +41,8 @@ UPGRADE = "prfaas-kv"
 MAX_REPLY_BYTES = 1 << 20
 MAX_HEAD_BYTES = 4096
 MAX_RETRY_AFTER_S = 60.0
+REFUSED_STATUSES = frozenset({413, 422})
+"""Of prompts that are too long for the peer."""
 YIELD_BYTES = 4 << 20
 """A stream that never runs dry gives the loop to others this often."""
 
@@ -89,7 +92,8 @@ class PeerClient:
     async def open(self, asked: TransferRequest) -> TransferAccepted:
         """Ask for a transfer; return once the peer has reserved all pages and queued the prompt.
 
-        Raises IncompatiblePeer, Overloaded (with the peer's wish when to retry) or TransferError.
+        Raises IncompatiblePeer, PromptRefused, Overloaded (with the peer's wish when to retry) or
+        TransferError.
         """
         return parse_accepted(await self._post("/kv/v1/transfers", encode_transfer_request(asked)))
 
@@ -272,6 +276,8 @@ def _refusal(
         return Overloaded(message, retry_after_s=min(max(retry_after_s, 0.0), MAX_RETRY_AFTER_S))
     if response.status == 409:
         return IncompatiblePeer(message)
+    if response.status in REFUSED_STATUSES:
+        return PromptRefused(message)
     return TransferError(message)
 
 

@@ -128,7 +128,7 @@ class _Handlers:
         except ProtocolError as error:
             return _refuse(400, str(error))
         except BadRequest as error:
-            return _refuse(error.status, str(error))
+            return _refuse(422, str(error))  # 400 is for messages that we do not understand
         except Overloaded as error:
             return _refuse(503, str(error), {"Retry-After": f"{error.retry_after_s:g}"})
         except TimeoutError:

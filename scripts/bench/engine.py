@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -62,9 +63,7 @@ class Ours:
         cuts = [*range(0, len(tokens), self.chunk_tokens), len(tokens)]
         for start, stop in pairwise(cuts):
             num_logits = int(stop == len(tokens))
-            self.model.forward(
-                [Segment(kv=kv, tokens=tokens[start:stop], num_logits=num_logits)]
-            )
+            self.model.forward([Segment(kv=kv, tokens=tokens[start:stop], num_logits=num_logits)])
         return kv
 
     def decoder(self, tokens: list[int], batch: int, num_steps: int) -> Callable[[], object]:
@@ -88,10 +87,10 @@ class Theirs:
         self.transformers: Any = transformers
         fields = json.loads((model_dir / "config.json").read_text())
         config = transformers.AutoConfig.for_model(**fields)
-        config._attn_implementation = "sdpa"
+        auto: Any = transformers.AutoModelForCausalLM
         weights = Weights(model_dir)
         with no_init_weights():
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         state = {name: weights.tensor(name) for name in weights.names}
         missing, unexpected = model.load_state_dict(state, strict=False)
         if unexpected or set(missing) - {"lm_head.weight"}:
@@ -169,8 +168,8 @@ def bench(ours: Ours, theirs: Theirs, args: argparse.Namespace) -> Iterator[Row]
         num_runs = max(1, args.runs if length <= 2048 else args.runs // 2)
         yield measure(
             blank_row("prefill", length, 1, num_runs),
-            lambda prompt=prompt: ours.prefill(prompt, 0),
-            lambda prompt=prompt: theirs.prefill(prompt),
+            partial(ours.prefill, prompt, 0),
+            partial(theirs.prefill, prompt),
             length,
             steps=1,
         )

@@ -387,6 +387,20 @@ def test_what_can_never_fit_is_refused_with_both_numbers():
     engine.run_until_idle(100)
 
 
+@given(st.integers(0, 300), st.integers(1, 200), st.integers(0, 150))
+def test_the_most_tokens_of_a_sequence_are_those_that_are_not_refused(budget, limit, constant):
+    engine = Engine(kv_tokens=budget, constant_bytes=constant)
+    most = engine.batcher.max_kv_tokens(limit)
+    assert most == max((n for n in range(1, limit + 1) if engine.kv_bytes(n) <= budget), default=0)
+
+
+def test_an_answer_that_has_begun_is_let_into_a_full_queue():
+    engine = Engine(max_waiting=1)
+    engine.add(5)
+    engine.batcher.add(99, num_tokens=5, num_computed=5, max_kv_tokens=5, has_begun=True)
+    assert engine.batcher.num_waiting == 2
+
+
 def test_a_full_queue_is_overloaded():
     engine = Engine(max_waiting=2)
     engine.add(5)

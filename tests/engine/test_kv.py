@@ -2,15 +2,15 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.cache.spec import needed_blocks
 from prfaas.engine.attention import KEY_BLOCK
 from prfaas.engine.config import GqaSpec, ModelConfig, kv_groups
-from prfaas.engine.kv import SequenceKv, capacity_bytes
+from prfaas.engine.kv import Array, SequenceKv, capacity_bytes
 from prfaas.engine.rope_spec import RopeSpec
 from tests.tiny_models import tiny_config
 
@@ -37,10 +37,10 @@ def new_kv(capacity_tokens: int = 6000) -> SequenceKv:
     return SequenceKv(LAYERS, capacity_tokens=capacity_tokens, block_tokens=BLOCK_TOKENS)
 
 
-def values(start: int, stop: int) -> torch.Tensor:
+def values(start: int, stop: int) -> Array:
     """K or V that says its own position, head and dimension."""
-    position = torch.arange(start, stop, dtype=torch.float32)[:, None, None] * 1000
-    return position + torch.arange(HEADS * HEAD_DIM).view(HEADS, HEAD_DIM)
+    position = np.arange(start, stop, dtype=np.float32)[:, None, None] * 1000
+    return position + np.arange(HEADS * HEAD_DIM, dtype=np.float32).reshape(HEADS, HEAD_DIM)
 
 
 def write(kv: SequenceKv, stop: int) -> None:
@@ -63,8 +63,8 @@ def export(kv: SequenceKv, layer: int, block: int, num_tokens: int) -> bytes:
 
 
 def expected_page(block: int, num_tokens: int) -> bytes:
-    k = values(block * BLOCK_TOKENS, block * BLOCK_TOKENS + num_tokens).transpose(0, 1)
-    return torch.stack([k, -k]).contiguous().numpy().tobytes()
+    k = values(block * BLOCK_TOKENS, block * BLOCK_TOKENS + num_tokens).swapaxes(0, 1)
+    return np.stack([k, -k]).tobytes()
 
 
 def needed(layer: int, num_tokens: int) -> list[tuple[int, int]]:

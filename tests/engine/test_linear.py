@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from prfaas.engine.linear import ROW_MULTIPLE, SHARD_OUTPUTS, Packing, is_available, pack
+from prfaas.engine.linear import SHARD_OUTPUTS, Packing, is_available, pack, padded_rows
 
 PACKINGS: tuple[Packing, ...] = ("fbgemm-fp16", "onednn-f32", "padded-f32")
 SHAPES = [(640, 1536), (1024, 640), (64, 512), (96, 20)]
@@ -27,7 +27,7 @@ def test_a_packed_layer_computes_the_product(
     packing: Packing, num_inputs: int, num_outputs: int
 ) -> None:
     weight = torch.randn(num_outputs, num_inputs) * 0.05
-    rows = torch.randn(4 * ROW_MULTIPLE[packing], num_inputs)
+    rows = torch.randn(24, num_inputs)
     exact = weight.half().double() if packing == "fbgemm-fp16" else weight.double()
     expected = F.linear(rows.double(), exact)
     torch.testing.assert_close(pack(weight, packing)(rows).double(), expected, rtol=1e-5, atol=1e-5)
@@ -53,14 +53,22 @@ def test_rows_do_not_depend_on_their_neighbours(packing_name: Packing, data: st.
     num_inputs, num_outputs = data.draw(st.sampled_from(SHAPES))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
     linear = pack(torch.randn(num_outputs, num_inputs, generator=generator), packing_name)
-    multiple = ROW_MULTIPLE[packing_name]
-    num_bands = data.draw(st.integers(2, 40))
-    rows = torch.randn(num_bands * multiple, num_inputs, generator=generator)
-    cuts = sorted(data.draw(st.sets(st.integers(1, num_bands - 1), max_size=4)))
+    num_rows = data.draw(st.integers(2, 250))
+    rows = torch.randn(padded_rows(num_rows, packing_name), num_inputs, generator=generator)
+    cuts = sorted(data.draw(st.sets(st.integers(1, num_rows - 1), max_size=4)))
     whole = linear(rows)
-    for start, stop in pairwise([0, *cuts, num_bands]):
-        piece = slice(start * multiple, stop * multiple)
-        assert torch.equal(linear(rows[piece].clone()), whole[piece])
+    for start, stop in pairwise([0, *cuts, num_rows]):
+        piece = torch.zeros(padded_rows(stop - start, packing_name), num_inputs)
+        piece[: stop - start] = rows[start:stop]
+        assert torch.equal(linear(piece)[: stop - start], whole[start:stop])
+
+
+@given(num_rows=st.integers(1, 10_000))
+@pytest.mark.parametrize("packing_name", PACKINGS)
+def test_padding_is_small_and_done_once(packing_name: Packing, num_rows: int) -> None:
+    padded = padded_rows(num_rows, packing_name)
+    assert num_rows <= padded < num_rows + 8
+    assert padded_rows(padded, packing_name) == padded
 
 
 def test_a_packing_that_torch_does_not_know_is_not_available(

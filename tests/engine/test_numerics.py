@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from prfaas.engine import linear
+from prfaas.engine.attention import attend_steps
 from prfaas.engine.linear import Packing
 from prfaas.engine.loader import load_model
 from prfaas.engine.numerics import InexactKernelsError, candidate_packings, self_test
@@ -79,6 +80,19 @@ def test_a_head_that_is_not_exact_is_found(
     monkeypatch.setattr(model, "lm_head", lambda x_MK: spoil(exact(x_MK)))
     with pytest.raises(InexactKernelsError, match="the head"):
         self_test(model)
+
+
+def test_steps_that_are_not_exact_are_computed_as_tiles(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = load_model(model_dir, dtype="float32")
+    assert all(layer.self_attn.has_exact_steps for layer in expected.layers)
+    monkeypatch.setattr(
+        "prfaas.engine.numerics.attend_steps", lambda *a, **k: spoil(attend_steps(*a, **k))
+    )
+    model = load_model(model_dir, dtype="float32")
+    assert not any(layer.self_attn.has_exact_steps for layer in model.layers)
+    assert model.numerics_fingerprint == expected.numerics_fingerprint
 
 
 def packing_that_breaks(broken: set[Packing]) -> object:

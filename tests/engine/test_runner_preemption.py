@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.engine.model import Model
-from prfaas.errors import BadRequest
+from prfaas.errors import BadRequest, ConfigError, Overloaded
 from tests.engine.running import (
     BLOCK,
     GREEDY,
     SEEDED,
+    Node,
     Recorder,
     plain_answer,
     preempting_node,
@@ -84,11 +85,35 @@ def test_a_preempted_prefill_with_a_sink_ships_the_same_pages(gemma):
     assert node.run()["r"].tokens() == plain_answer(gemma, prompt)[:1]
 
 
-def test_what_can_never_fit_is_refused(gemma):
+def test_the_context_is_what_memory_holds_and_an_answer_may_fill_it(gemma):
     node = preempting_node(gemma, num_sequences=1, num_tokens=100)
-    with pytest.raises(BadRequest, match=str(node.runner.load().kv_used_bytes)):
+    limit = node.runner.max_context_tokens
+    assert 100 < limit < gemma.config.max_context_tokens
+    assert gemma.kv_capacity_bytes(limit - 1) < gemma.kv_capacity_bytes(limit)
+    with pytest.raises(BadRequest, match=f"3000 tokens; the context takes {limit}"):
         node.submit("r", prompt_of(3000))
     node.assert_idle()
+    node.submit("r", prompt_of(limit - 20), replace(GREEDY, max_tokens=1000))
+    answer = node.run()["r"].choices[0]
+    assert (len(answer.tokens), answer.finish_reason) == (20, "length")
+
+
+def test_memory_for_not_even_one_token_is_a_config_error(gemma):
+    with pytest.raises(ConfigError, match="kv_ram_bytes = 100 does not hold"):
+        Node(gemma, kv_ram_bytes=100)
+
+
+def test_an_answer_that_a_peer_has_begun_is_not_refused_for_a_full_queue(gemma):
+    prompt = prompt_of(40)
+    node = Node(gemma, max_batch_sequences=1, max_waiting_requests=1)
+    node.submit("running", prompt_of(30, seed=1))
+    node.step()
+    node.submit("waiting", prompt_of(30, seed=2))
+    with pytest.raises(Overloaded):
+        node.submit("new", prompt)
+    whole = plain_answer(gemma, prompt)
+    node.submit("begun", prompt, forced=((whole[0],),))
+    assert node.run()["begun"].tokens() == whole[1:]
 
 
 # ---------------------------------------------------------------- any history

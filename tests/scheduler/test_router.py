@@ -31,6 +31,7 @@ OUTCOMES = [
     "completed",
     "cancelled",
     "pool_full",
+    "prompt_refused",
     "peer_down",
     "peer_incompatible",
     "peer_overloaded",
@@ -375,7 +376,7 @@ def test_an_incompatible_peer_stays_out_until_it_is_heard_again():
     assert not router.is_usable("a:1", 2000.0)
 
 
-@pytest.mark.parametrize("outcome", ["cancelled", "pool_full"])
+@pytest.mark.parametrize("outcome", ["cancelled", "pool_full", "prompt_refused"])
 def test_what_is_not_the_peer_s_doing_leaves_its_state(outcome):
     router = make_router()
     before = router.peer("a:1")

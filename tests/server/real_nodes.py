@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from prfaas.cache.options import CacheOptions
 from prfaas.config.options import ModelOptions, NodeConfig
@@ -35,12 +36,20 @@ class RealNodes:
             assert cache.counts().num_referenced == 0
 
 
-def config(model: Path, peer: str | None = None) -> NodeConfig:
+def config(
+    model: Path,
+    peer: str | None = None,
+    *,
+    dtype: Literal["float16", "float32"] = "float16",
+    accept_numerics: Literal["equal", "approximate"] = "equal",
+) -> NodeConfig:
     return NodeConfig(
         model=ModelOptions(model=str(model)),
         cache=CacheOptions(ram_bytes=64 << 20, block_tokens=16),
-        engine=EngineOptions(threads=1, chunk_tokens=64, max_context_tokens=CONTEXT_TOKENS),
-        transport=replace(TRANSPORT, peer=peer),
+        engine=EngineOptions(
+            threads=1, dtype=dtype, chunk_tokens=64, max_context_tokens=CONTEXT_TOKENS
+        ),
+        transport=replace(TRANSPORT, peer=peer, accept_numerics=accept_numerics),
     )
 
 
@@ -49,15 +58,22 @@ def no_progress(stage: str, done: int, total: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def real_nodes(pd_model: Path, prefill_model: Path) -> AsyncIterator[RealNodes]:
+async def real_nodes(
+    pd_model: Path, prefill_model: Path, *, is_approximate: bool = False
+) -> AsyncIterator[RealNodes]:
+    """Run both; with `is_approximate` the pd node's weights are float32 and it takes what comes."""
     prefill = load_prefill_node(config(prefill_model), CountedTransfers(), no_progress)
     host, relay = PrefillHost(lambda: prefill), Relay()
     async with asyncio.TaskGroup() as tasks:
         await host.start(tasks)
         await relay.start(host.port)
-        pd = load_pd_node(
-            config(pd_model, f"127.0.0.1:{relay.port}"), CountedTransfers(), no_progress
+        peer = f"127.0.0.1:{relay.port}"
+        pd_config = (
+            config(pd_model, peer, dtype="float32", accept_numerics="approximate")
+            if is_approximate
+            else config(pd_model, peer)
         )
+        pd = load_pd_node(pd_config, CountedTransfers(), no_progress)
         await pd.start(tasks)
         nodes = RealNodes(pd, prefill, relay)
         try:

@@ -177,13 +177,29 @@ async def test_a_full_pool_means_a_local_prefill():
 
 async def test_a_peer_without_room_is_overloaded_and_the_prefill_local():
     needed = HYBRID.pages_needed(100)
-    async with fleet(prefill_pages=needed - 1) as nodes:
+    async with fleet(prefill_pages=needed) as nodes:
         asked = request(100)
+        other = nodes.prefill_cache.lookup((), 1)
+        other.try_allocate(0, 0)
         answer = await nodes.ask(asked)
+        other.release()
         assert answer.record.route == "local"
         assert answer.record.reason.startswith("peer_overloaded: ")
         assert "no free pages" in answer.record.reason
         assert answer.tokens == (await nodes.ask_locally(asked)).tokens
+
+
+@pytest.mark.parametrize("num_tokens", [100, CONTEXT_TOKENS - 1])
+async def test_a_prompt_that_the_peer_can_never_take_does_not_count_against_the_peer(num_tokens):
+    async with fleet(prefill_pages=HYBRID.pages_needed(60)) as nodes:
+        for _ in range(3):
+            asked = request(num_tokens, max_tokens=1)
+            answer = await nodes.ask(asked)
+            assert answer.record.route == "local"
+            assert answer.record.reason.startswith("prompt_refused: ")
+            assert answer.tokens == (await nodes.ask_locally(asked)).tokens
+            evict_all(nodes.pd_cache)
+        assert (await nodes.ask(request(60, variant=1))).record.route == "remote"
 
 
 async def test_a_peer_at_its_limit_of_transfers_is_overloaded():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from prfaas.cache.spec import bytes_of_block, held_blocks, needed_blocks
 from prfaas.errors import BadRequest, IncompatiblePeer, Overloaded
+from prfaas.server.prefill import MAX_CANCELLED
 from prfaas.server.prefill_job import places_to_send
 from prfaas.transport.client import PeerAddress, PeerClient
 from prfaas.transport.messages import TransferRequest
@@ -190,6 +191,25 @@ async def test_a_transfer_cancelled_while_its_prompt_is_looked_up_never_starts(m
         assert "cancelled" in await opening
         assert not node.cancel(asked().transfer_id)
         assert nodes.prefill_engine.load().step_count == 0
+
+
+async def test_a_cancel_that_overtakes_its_transfer_keeps_it_from_starting():
+    async with fleet() as nodes, client_of(nodes) as client:
+        await client.cancel(asked().transfer_id)
+        with pytest.raises(Overloaded, match="cancelled"):
+            await client.open(asked())
+        assert nodes.prefill.node.load().num_transfers == 0
+
+
+async def test_cancels_of_unknown_transfers_are_remembered_within_bounds():
+    async with fleet() as nodes, client_of(nodes) as client:
+        for number in range(1, MAX_CANCELLED + 2):
+            assert not nodes.prefill.node.cancel(f"{number:032d}")
+        assert not nodes.prefill.node.cancel("x" * 100_000)
+        await client.open(asked(number=1))
+        assert nodes.prefill.node.cancel(asked(number=1).transfer_id)
+        with pytest.raises(Overloaded, match="cancelled"):
+            await client.open(asked(number=2))
 
 
 async def _refused(opening) -> str:

@@ -1,5 +1,8 @@
 import hashlib
 import json
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -125,6 +128,31 @@ def test_all_configs_together_name_the_ends(tmp_path: Path) -> None:
     )
     assert tokenizer.eos_ids == (0, 2, 7)
     assert tokenizer.bos_id == 5
+
+
+@pytest.mark.slow
+def test_other_threads_run_while_a_long_text_is_encoded(
+    byte_level: tuple[Tokenizer, Encoding],
+) -> None:
+    turns, seen = 0, -1
+
+    def encode() -> None:
+        nonlocal seen
+        byte_level[0].encode("word " * 200_000, add_bos=False)
+        seen = turns
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # a thread runs on until it lets go of the GIL itself
+    try:
+        thread = threading.Thread(target=encode)
+        thread.start()
+        while thread.is_alive():
+            turns += 1
+            time.sleep(0)
+    finally:
+        sys.setswitchinterval(interval_s)
+    thread.join()
+    assert seen > 0
 
 
 def test_half_a_surrogate_pair_is_the_clients_fault(

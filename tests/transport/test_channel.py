@@ -15,6 +15,7 @@ from prfaas.errors import (
     ConfigError,
     IncompatiblePeer,
     Overloaded,
+    PromptRefused,
     ProtocolError,
     TransferError,
     TransferTimeout,
@@ -179,7 +180,7 @@ async def test_a_stream_of_an_unknown_transfer_is_refused():
     [
         (IncompatiblePeer("model 'a' here, 'b' there"), IncompatiblePeer),
         (Overloaded("full", retry_after_s=7.5), Overloaded),
-        (BadRequest("have_tokens"), TransferError),
+        (BadRequest("have_tokens"), PromptRefused),
         (ProtocolError("field seed"), TransferError),
     ],
 )

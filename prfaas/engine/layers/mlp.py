@@ -12,9 +12,11 @@ from prfaas.engine.config import Activation
 from prfaas.engine.linear import Linear
 
 SLAB_ROWS = 192
-"""Rows computed at once: their activations stay in cache. A multiple of every ROW_MULTIPLE."""
+"""Rows computed at once: their activations stay in cache. Any row count that
+the linear layers accept stays one after taking this many away."""
 GELU_LINEAR = -2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = GELU_LINEAR * 0.044715
+_GELU_LINEAR = torch.tensor([GELU_LINEAR])
 
 
 class GatedMlp:
@@ -25,7 +27,7 @@ class GatedMlp:
     ) -> None:
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
-        self._activate_ = gelu_tanh_ if activation == "gelu_tanh" else silu_
+        self._activate = gelu_tanh if activation == "gelu_tanh" else silu
         self._num_hidden = num_hidden
 
     def __call__(self, x_TD: Tensor) -> Tensor:
@@ -36,24 +38,23 @@ class GatedMlp:
 
     def _slab(self, x_TD: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x_TD)
-        gate_TF = gate_up[:, : self._num_hidden].contiguous()
-        hidden_TF = self._activate_(gate_TF).mul_(gate_up[:, self._num_hidden :])
-        return self.down_proj(hidden_TF)
+        hidden_TF = self._activate(gate_up[:, : self._num_hidden])
+        return self.down_proj(hidden_TF.mul_(gate_up[:, self._num_hidden :]))
 
 
 # torch's own silu, sigmoid and gelu round the last elements of a tensor in another way than the
 # others, so a row's bits would depend on the rows beside it. exp, on contiguous memory, does not.
 
 
-def silu_(x: Tensor) -> Tensor:
-    """Replace contiguous `x` by x * sigmoid(x) and return it."""
-    return x.div_(torch.neg(x).exp_().add_(1.0))
+def silu(x: Tensor) -> Tensor:
+    """Return x * sigmoid(x) as a new contiguous tensor."""
+    return x / torch.neg(x).contiguous().exp_().add_(1.0)
 
 
-def gelu_tanh_(x: Tensor) -> Tensor:
-    """Replace contiguous `x` by 0.5x(1 + tanh(sqrt(2/pi)(x + 0.044715x^3))) and return it.
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return 0.5x(1 + tanh(sqrt(2/pi)(x + 0.044715x^3))) as a new contiguous tensor.
 
     Computed as x * sigmoid of twice the argument, which is the same function.
     """
-    inner = (x * x).mul_(GELU_CUBIC).add_(GELU_LINEAR).mul_(x)
-    return x.div_(inner.exp_().add_(1.0))
+    inner = torch.addcmul(_GELU_LINEAR, x, x, value=GELU_CUBIC).mul_(x)
+    return x / inner.exp_().add_(1.0)
