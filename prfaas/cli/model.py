@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from prfaas.cli.progress import shown_progress
 
-SHOWN_LENGTHS = (1024, 4096, 8192, 32_768, 131_072)
+if TYPE_CHECKING:
+    from prfaas.engine.mixer_spec import KvDtype
 
 
 @click.group(short_help="Fetch models and look at what is here.")
@@ -59,37 +61,31 @@ def path(name: str) -> None:
 
 
 @model.command(short_help="Show the layers and the KVCache of a model.")
-@click.argument("name")
-def inspect(name: str) -> None:
-    """Show the layers of a model, and the KVCache that a prompt has to move."""
-    from prfaas.engine.config import ModelConfig, bytes_per_token, kv_bytes
-    from prfaas.text.chat_template import ChatTemplate
+@click.argument("name", metavar="PATH_OR_NAME")
+@click.option(
+    "--kv-dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    default="bfloat16",
+    show_default=True,
+    help="What K, V and convolution rows are kept in; recurrent state is float32.",
+)
+@click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
+def inspect(name: str, kv_dtype: "KvDtype", *, is_json: bool) -> None:
+    """Show the layers of a model, and the KVCache that a prompt has to move.
 
-    directory = _ready_directory(name)
-    config = ModelConfig.from_hf(json.loads((directory / "config.json").read_text("utf-8")))
-    windows = [layer.window_tokens for layer in config.layers if layer.window_tokens is not None]
-    layers = f"{len(config.layers)}, {len(config.layers) - len(windows)} of full attention"
-    if windows:
-        layers += f", {len(windows)} with a window of {windows[0]} tokens"
-    growth = sum(
-        bytes_per_token(layer, "float32") for layer in config.layers if layer.window_tokens is None
-    )
-    is_plain = ChatTemplate.load(directory).is_plain
-    rows = {
-        "family": config.model_type,
-        "context": f"{config.max_context_tokens:,} tokens",
-        "vocabulary": f"{config.vocab_size:,}",
-        "layers": layers,
-        "template": "none: plain transcript" if is_plain else "in the checkpoint",
-        "KVCache": f"{growth:,} bytes for each token, float32",
-    }
-    rows |= {
-        f"  at {length:,}": f"{kv_bytes(config, length) / 2**20:,.1f} MiB"
-        for length in SHOWN_LENGTHS
-        if length <= config.max_context_tokens
-    }
-    for label, value in rows.items():
-        click.echo(f"{label:<12} {value}")
+    PATH_OR_NAME is a config.json, a directory with one, or anything that a node can serve. The
+    config alone is read, of every family that prfaas knows; "unsupported" says what keeps this
+    engine from running the model.
+    """
+    from prfaas.cli.model_report import lines, read_config, report
+
+    path = _config_path(name)
+    facts = report(read_config(path), kv_dtype)
+    if is_json:
+        click.echo(json.dumps(facts, indent=2))
+        return
+    for line in lines(facts, _template(path.parent)):
+        click.echo(line)
 
 
 @model.command()
@@ -99,6 +95,26 @@ def remove(name: str) -> None:
     from prfaas.models.store import remove as remove_model
 
     remove_model(name)
+
+
+def _config_path(name: str) -> Path:
+    """The config.json that `name` is, has, or stands for."""
+    path = Path(name).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        return path
+    if (path / "config.json").is_file():
+        return path / "config.json"
+    return _ready_directory(name) / "config.json"
+
+
+def _template(directory: Path) -> str | None:
+    """What a checkpoint says of its chat template; None where there is no tokenizer."""
+    from prfaas.text.chat_template import ChatTemplate
+
+    if not (directory / "tokenizer.json").is_file():
+        return None
+    is_plain = ChatTemplate.load(directory).is_plain
+    return "none: plain transcript" if is_plain else "in the checkpoint"
 
 
 def _ready_directory(name: str) -> Path:

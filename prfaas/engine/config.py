@@ -1,53 +1,40 @@
-"""What a model is made of, normalised from Hugging Face's config.json or GGUF metadata; torch-free.
+"""The models that this engine computes, from Hugging Face's config.json or GGUF metadata; torch-free.
 
-A model is a stack of layers, each a mixer (how tokens see each other) and a feed-forward part.
-Everything that differs between layers is in a LayerSpec; a field of a checkpoint that this engine
-does not compute is refused by name, never ignored.
+`describe` reads the config.json of every family that prfaas knows; ModelConfig is a description
+whose layers this engine computes. A field that asks for something else is refused by name, never
+ignored.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from prfaas.cache.spec import CacheLayout, FullSpec, GroupSpec, WindowSpec
-from prfaas.engine import gguf_config, hf_config
-from prfaas.engine.rope_spec import RopeSpec
+from prfaas.engine import gguf_config
+from prfaas.engine.families.registry import describe
+from prfaas.engine.ffn_spec import MlpSpec, MoeSpec
+from prfaas.engine.mixer_spec import GqaSpec, KvDtype, MixerSpec, bytes_per_token
+from prfaas.engine.model_spec import ModelSpec, layers_kv_bytes
+from prfaas.engine.rope_spec import YarnScaling
+from prfaas.errors import ConfigError
+
+__all__ = [
+    "Activation",
+    "GqaSpec",
+    "LayerSpec",
+    "ModelConfig",
+    "bytes_per_token",
+    "describe",
+    "kv_bytes",
+    "kv_groups",
+    "uncomputed",
+]
 
 Activation = Literal["silu", "gelu_tanh"]
-KvDtype = Literal["float32"]
-KV_DTYPE_BYTES: dict[str, int] = {"float32": 4}
 LAYOUT_VERSION = "gqa-kv-htd-pairs-1"
 """Names the bytes of a page: K then V, each [kv heads, tokens, head dim], K in rope.pair_order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GqaSpec:
-    """Grouped-query attention, over the whole context or a sliding window."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    """Multiplies q.k before the softmax."""
-    rope: RopeSpec
-    window_tokens: int | None = None
-    """A query sees itself and the window_tokens - 1 tokens before it; None: all before it."""
-    has_qk_norm: bool = False
-    """RMS norm of each head of q and k, before rope."""
-    mixer: Literal["gqa"] = "gqa"
-
-    @property
-    def values_per_token(self) -> int:
-        """Numbers kept for each token: K and V of every KV head."""
-        return 2 * self.num_kv_heads * self.head_dim
-
-    def kept_tokens(self, num_tokens: int) -> int:
-        """Tokens whose K and V are needed to go on after `num_tokens`."""
-        return num_tokens if self.window_tokens is None else min(num_tokens, self.window_tokens - 1)
-
-
 LayerSpec = GqaSpec
-"""A union with one member for each mixer; gqa is the first."""
+"""The mixers that this engine computes; a member of MixerSpec joins when its kernel does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,36 +65,30 @@ class ModelConfig:
         Raises:
             ConfigError: an unknown architecture, a missing field, or a feature not computed here.
         """
-        fields = hf_config.parse(config)
-        layers = tuple(
-            GqaSpec(
-                num_heads=fields.num_heads,
-                num_kv_heads=fields.num_kv_heads,
-                head_dim=fields.head_dim,
-                scale=fields.scale,
-                rope=layer.rope,
-                window_tokens=layer.window_tokens,
-                has_qk_norm=fields.has_qk_norm,
+        spec = describe(config)
+        if missing := uncomputed(spec):
+            raise ConfigError(
+                f"model_type {spec.model_type!r} describes {', '.join(missing)}, which this engine "
+                "does not compute yet"
             )
-            for layer in fields.layers
-        )
-        is_gemma = fields.model_type == "gemma3_text"
+        if spec.unsupported:
+            raise ConfigError(f"not supported: {', '.join(spec.unsupported)}")
+        (ffn,) = {ffn for ffn in spec.ffns if isinstance(ffn, MlpSpec)}
         return cls(
-            model_type=fields.model_type,
-            vocab_size=fields.vocab_size,
-            hidden_size=fields.hidden_size,
-            intermediate_size=fields.intermediate_size,
-            layers=layers,
-            max_context_tokens=fields.max_context_tokens,
-            norm_eps=fields.norm_eps,
-            activation="gelu_tanh" if is_gemma else "silu",
-            has_unit_offset_norms=is_gemma,
-            has_post_norms=is_gemma,
-            # transformers rounds the factor to the dtype of the embedding, here float32.
-            embedding_scale=fields.hidden_size**0.5 if is_gemma else 1.0,
-            has_tied_embeddings=fields.has_tied_embeddings,
-            bos_token_id=fields.bos_token_id,
-            eos_token_ids=fields.eos_token_ids,
+            model_type=spec.model_type,
+            vocab_size=spec.vocab_size,
+            hidden_size=spec.hidden_size,
+            intermediate_size=ffn.intermediate_size,
+            layers=tuple(layer for layer in spec.layers if isinstance(layer, GqaSpec)),
+            max_context_tokens=spec.max_context_tokens,
+            norm_eps=spec.norm_eps,
+            activation="gelu_tanh" if spec.activation == "gelu_tanh" else "silu",
+            has_unit_offset_norms=spec.has_unit_offset_norms,
+            has_post_norms=spec.has_post_norms,
+            embedding_scale=spec.embedding_scale,
+            has_tied_embeddings=spec.has_tied_embeddings,
+            bos_token_id=spec.bos_token_id,
+            eos_token_ids=spec.eos_token_ids,
         )
 
     @classmethod
@@ -116,9 +97,40 @@ class ModelConfig:
         return cls.from_hf(gguf_config.to_hf_config(metadata))
 
 
-def bytes_per_token(layer: LayerSpec, kv_dtype: str) -> int:
-    """Bytes of K and V that one token adds to one layer."""
-    return layer.values_per_token * KV_DTYPE_BYTES[kv_dtype]
+def uncomputed(spec: ModelSpec) -> tuple[str, ...]:
+    """Return what of the description this engine does not compute yet, in words, each once."""
+    mixers = sorted({layer.mixer for layer in spec.layers if not isinstance(layer, GqaSpec)})
+    found = [f"{', '.join(mixers)} layers"] if mixers else []
+    found += [word for layer in spec.layers for word in _uncomputed_attention(layer)]
+    if any(isinstance(ffn, MoeSpec) for ffn in spec.ffns):
+        found.append("routed experts")
+    if any(isinstance(ffn, MlpSpec) and ffn.has_bias for ffn in spec.ffns):
+        found.append("feed-forward biases (mlp_bias)")
+    if (spec.residual_scale, spec.logits_scale) != (1.0, 1.0):
+        found.append("scaled residuals or logits")
+    return tuple(dict.fromkeys(found))
+
+
+def _uncomputed_attention(layer: MixerSpec) -> Iterator[str]:
+    if not isinstance(layer, GqaSpec):
+        return
+    if layer.has_sinks:
+        yield "attention sinks"
+    if layer.has_output_gate:
+        yield "gated attention"
+    if layer.has_bias:
+        yield "projection biases (attention_bias)"
+    if layer.value_dim != layer.head_dim or layer.value_scale != 1.0:
+        yield "values of another length or scale than keys"
+    if layer.has_qk_norm and layer.qk_norm_span != "head":
+        yield "q and k normed over all heads"
+    if layer.rope is None:
+        yield "attention without positions"
+        return
+    if layer.rope.rotary_dim is not None:
+        yield "rotation of a part of the head (partial_rotary_factor)"
+    if isinstance(layer.rope.scaling, YarnScaling):
+        yield "rope type 'yarn'"
 
 
 def kv_groups(config: ModelConfig, block_tokens: int, kv_dtype: KvDtype = "float32") -> CacheLayout:
@@ -152,12 +164,6 @@ def kv_groups(config: ModelConfig, block_tokens: int, kv_dtype: KvDtype = "float
     )
 
 
-def kv_bytes(config: ModelConfig, num_tokens: int, kv_dtype: KvDtype = "float32") -> int:
-    """Return S_kv(num_tokens): bytes needed to continue a sequence of that many tokens elsewhere.
-
-    Full attention keeps every token, a window of W the last W - 1 (models.md §2, "Bytes per
-    request").
-    """
-    return sum(
-        layer.kept_tokens(num_tokens) * bytes_per_token(layer, kv_dtype) for layer in config.layers
-    )
+def kv_bytes(model: ModelConfig | ModelSpec, num_tokens: int, kv_dtype: KvDtype = "float32") -> int:
+    """Return S_kv(num_tokens): bytes needed to continue a sequence of that many tokens elsewhere."""
+    return layers_kv_bytes(model.layers, num_tokens, kv_dtype)

@@ -121,6 +121,7 @@ class _Builder:
         self._ropes = {
             (rope, head_dim): RopeTable(rope, head_dim)
             for rope, head_dim in {(spec.rope, spec.head_dim) for spec in config.layers}
+            if rope is not None
         }
 
     def build(self, model_fingerprint: str) -> Model:
@@ -164,6 +165,7 @@ class _Builder:
     def _gqa(self, spec: GqaSpec, name: str) -> GqaMixer:
         hidden = self._config.hidden_size
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        assert spec.rope is not None, "refused with the model's config"
         order = pair_order(spec.head_dim)
         q, k = (
             self._weights.take(f"{name}{part}_proj.weight", rows, hidden)

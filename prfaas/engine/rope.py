@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from prfaas.engine.rope_spec import LinearScaling, Llama3Scaling, RopeSpec
+from prfaas.engine.rope_spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 
 TABLE_STEP_TOKENS = 1024
 
@@ -24,6 +24,8 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
             return frequencies / factor
         case Llama3Scaling() as scaling:
             return _llama3(frequencies, scaling)
+        case YarnScaling():
+            raise AssertionError("refused with the model's config")
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

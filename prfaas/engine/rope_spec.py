@@ -1,6 +1,8 @@
 """How positions rotate q and k; torch-free."""
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +22,37 @@ class Llama3Scaling:
     original_context_tokens: int
 
 
-RopeScaling = LinearScaling | Llama3Scaling
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """Low frequencies divided by `factor`, high ones kept, a ramp in wavelength between (YaRN)."""
+
+    factor: float
+    original_context_tokens: int
+    beta_fast: float = 32.0
+    """Turns over the original context from which a frequency is kept."""
+    beta_slow: float = 1.0
+    """Turns over the original context up to which a frequency is divided."""
+    is_truncated: bool = True
+    """The ramp starts and ends at whole dimensions."""
+    mscale: float | None = None
+    mscale_all_dim: float = 0.0
+    """Not 0: latent attention multiplies its scale by the square of `magnitude` (DeepSeek)."""
+
+    def magnitude(self, mscale: float) -> float:
+        """Return what YaRN multiplies attention by to keep its entropy over a longer context."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Half-split rotary embedding of the whole head."""
+    """Rotary embedding of a head, or of its first `rotary_dim` dimensions."""
 
     theta: float
     scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    """Dimensions that rotate, from the first on; None: all."""
+    pairs: Literal["halves", "neighbours"] = "halves"
+    """Dimension i turns with i + rotary_dim / 2 (Hugging Face) or 2i with 2i + 1 (DeepSeek)."""

@@ -1,5 +1,6 @@
 """`prfaas model` shows what is here and explains what is not."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from click.testing import CliRunner, Result
 from prfaas.cli.main import main
 from prfaas.models.manifest import Manifest, write_manifest
 from tests.tiny_models import write_tiny_model
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 
 
 @pytest.fixture
@@ -65,25 +68,96 @@ def test_path_names_the_directory_of_a_name(models):
     assert model("path", "tiny").stdout == f"{directory}\n"
 
 
+def rows(*arguments: str) -> dict[str, str]:
+    """Return the first line of each label that `inspect` prints."""
+    found: dict[str, str] = {}
+    for line in model("inspect", *arguments).stdout.splitlines():
+        found.setdefault(line[:12].strip(), line[13:])
+    return found
+
+
 def test_inspect_shows_the_layers_and_what_has_to_move(models):
     install(models, "tiny")
-    rows = dict(line.split(maxsplit=1) for line in model("inspect", "tiny").stdout.splitlines()[:6])
-    assert rows["family"] == "gemma3_text"
-    assert rows["context"] == "16,384 tokens"
-    assert rows["layers"] == "7, 2 of full attention, 5 with a window of 16 tokens"
-    assert rows["template"] == "none: plain transcript"
-    # Two layers, K and V of one head of 32, four bytes each.
-    assert rows["KVCache"] == f"{2 * 2 * 32 * 4:,} bytes for each token, float32"
+    shown = rows("tiny")
+    assert shown["family"] == "gemma3_text"
+    assert shown["context"] == "16,384 tokens"
+    assert shown["layers"] == "7: 2 x (2 gqa window 16, 1 gqa), 1 gqa window 16"
+    assert shown["template"] == "none: plain transcript"
+    # Two layers, K and V of one head of 32, two bytes each.
+    assert shown["KVCache"] == f"{2 * 2 * 32 * 2:,} bytes for each token, bfloat16"
+    assert rows("tiny", "--kv-dtype", "float32")["KVCache"] == "512 bytes for each token, float32"
+    assert "unsupported" not in shown
 
 
-def test_inspect_shows_no_length_beyond_the_context(models):
+def test_inspect_marks_lengths_beyond_the_context(models):
     install(models, "tiny")
-    lengths = [
-        line.split()[1].rstrip(":")
-        for line in model("inspect", "tiny").stdout.splitlines()
-        if line.strip().startswith("at ")
+    shown = rows("tiny")
+    marked = [label for label, value in shown.items() if "longer than the context" in value]
+    assert [label for label in shown if label.startswith("at ")] == [
+        "at 1,024",
+        "at 8,192",
+        "at 32,768",
+        "at 131,072",
     ]
-    assert lengths == ["1,024", "4,096", "8,192"]
+    assert marked == ["at 32,768", "at 131,072"]
+
+
+def test_inspect_needs_a_config_and_nothing_else(models, tmp_path):
+    config = (CONFIGS / "kimi-linear-48b.json").read_bytes()
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "config.json").write_bytes(config)
+    from_directory = model("inspect", str(tmp_path / "alone"))
+    from_file = model("inspect", str(CONFIGS / "kimi-linear-48b.json"))
+    assert from_directory.exit_code == from_file.exit_code == 0
+    assert from_directory.stdout == from_file.stdout
+    assert "6 x (3 kda, 1 mla), 2 kda, 1 mla" in from_file.stdout
+    assert list(models.iterdir()) == []  # nothing was linked or converted
+
+
+def test_inspect_says_the_same_in_json():
+    facts = json.loads(model("inspect", str(CONFIGS / "internal-1t.json"), "--json").stdout)
+    assert facts["kv_bytes"]["1024"] / 2**20 == pytest.approx(190.8, abs=0.05)
+    assert facts["kv_bytes"]["8192"] / 2**20 == pytest.approx(308.9, abs=0.05)
+    assert sorted(facts["kv_bytes"], key=int) == ["1024", "8192", "32768", "131072"]
+    assert facts["kv_bytes"]["131072"] == facts["constant_bytes"] + 131_072 * 17_280
+    assert facts["bytes_per_token"] == 17_280
+    assert facts["break_even_tokens"] == pytest.approx(10_553, abs=1)
+    assert (facts["layers"].count("kda"), facts["layers"].count("mla")) == (42, 15)
+    assert [(group["kind"], len(group["layers"])) for group in facts["groups"]] == [
+        ("full", 15),
+        ("state", 42),
+    ]
+    assert facts["groups"][1]["states"] == [
+        {"name": "conv", "shape": [3, 24_576], "dtype": "activation"},
+        {"name": "recurrent", "shape": [64, 128, 128], "dtype": "float32"},
+    ]
+    assert facts["unsupported"] == ["kda, mla layers", "routed experts"]
+    assert "num_hidden_layers" in facts["uncertain"]
+
+
+def test_inspect_of_dense_attention_has_no_constant_and_no_break_even():
+    arguments = ("inspect", str(CONFIGS / "minimax-m2.5.json"), "--json", "--kv-dtype", "float32")
+    facts = json.loads(model(*arguments).stdout)
+    assert (facts["constant_bytes"], facts["break_even_tokens"]) == (0, 0)
+    assert facts["kv_bytes"]["1024"] == 2 * 248 * 2**20
+    assert facts["kv_dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"model_type": "zamba2"}', "model_type 'zamba2' is not supported"),
+        ('{"model_type": "llama"}', "hidden_size"),
+        ("[]", "holds a JSON list"),
+        ("{", "cannot read"),
+    ],
+)
+def test_inspect_refuses_what_it_cannot_read_in_one_line(tmp_path, text, named):
+    (tmp_path / "config.json").write_text(text)
+    result = model("inspect", str(tmp_path))
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert named in line
 
 
 def test_a_removed_model_is_gone(models):

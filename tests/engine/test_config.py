@@ -1,7 +1,9 @@
 """Model configs: what is read, what is refused, and how many bytes a sequence keeps."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.cache.spec import FullSpec, WindowSpec
-from prfaas.engine.config import ModelConfig, kv_bytes, kv_groups
+from prfaas.engine.config import ModelConfig, describe, kv_bytes, kv_groups, uncomputed
 from prfaas.engine.rope_spec import LinearScaling, Llama3Scaling, RopeSpec
 from prfaas.errors import ConfigError
 from tests.tiny_models import Family, tiny_config
 
+MODELS = Path(__file__).parents[2] / "configs" / "models"
 GEMMA_3_270M: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -54,6 +57,10 @@ QWEN3_235B = tiny_config("qwen3") | {
     "num_key_value_heads": 4,
     "head_dim": 128,
 }
+
+
+def config_theta(family: Family) -> float:
+    return float(tiny_config(family)["rope_theta"])
 
 
 def test_every_sixth_gemma_layer_sees_everything() -> None:
@@ -109,9 +116,10 @@ def test_old_and_new_rope_fields_mean_the_same(family: Family) -> None:
 
 def test_llama3_scaling_is_read() -> None:
     config = ModelConfig.from_hf(tiny_config("llama"))
-    assert config.layers[0].rope.scaling == Llama3Scaling(
+    scaling = Llama3Scaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_tokens=256
     )
+    assert config.layers[0].rope == RopeSpec(theta=config_theta("llama"), scaling=scaling)
 
 
 def test_qwen3_windows_start_at_max_window_layers() -> None:
@@ -174,8 +182,8 @@ def test_gguf_metadata_that_cannot_be_used_is_named(key: str, value: object, nam
 def test_gguf_linear_rope_scaling_stretches_the_far_seeing_layers() -> None:
     scaled = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
     config = ModelConfig.from_gguf(GEMMA_3_270M_GGUF | scaled)
-    assert config.layers[5].rope.scaling == LinearScaling(factor=8.0)
-    assert config.layers[0].rope.scaling is None
+    assert config.layers[5].rope == RopeSpec(theta=1e6, scaling=LinearScaling(factor=8.0))
+    assert config.layers[0].rope == RopeSpec(theta=1e4)
 
 
 def test_kv_bytes_equal_the_published_sizes() -> None:
@@ -204,6 +212,36 @@ def test_layers_of_one_window_share_a_group() -> None:
     assert window.window_tokens == 512
     assert sorted(full.layers + window.layers) == list(range(18))
     assert full.page_bytes == window.page_bytes == 64 * 2 * 256 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("kimi-linear-48b", "kda, mla layers, routed experts"),
+        ("ring-2.5-1t", "lightning, mla layers, routed experts"),
+        ("qwen3-235b", "routed experts"),
+        ("mimo-v2-flash", "attention sinks"),
+        ("minimax-m2.5", "q and k normed over all heads"),
+        ("qwen3.5-397b", "gdn layers, gated attention"),
+    ],
+)
+def test_a_known_family_that_is_not_computed_yet_is_refused_in_one_line(
+    name: str, missing: str
+) -> None:
+    with pytest.raises(ConfigError, match="which this engine does not compute yet") as caught:
+        ModelConfig.from_hf(json.loads((MODELS / f"{name}.json").read_text()))
+    assert missing in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_what_is_computed_has_nothing_missing() -> None:
+    assert uncomputed(describe(GEMMA_3_270M)) == ()
+    assert uncomputed(describe(tiny_config("llama"))) == ()
+    scaled = tiny_config("llama") | {"model_type": "granitemoehybrid", "num_local_experts": 0}
+    scaled |= {"shared_intermediate_size": 8, "position_embedding_type": "rope"}
+    scaled |= {"layer_types": ["attention"] * scaled["num_hidden_layers"]}
+    scaled |= {"mamba_n_heads": 8, "mamba_d_state": 8, "residual_multiplier": 0.5}
+    assert uncomputed(describe(scaled)) == ("scaled residuals or logits",)
 
 
 def test_configs_load_without_torch() -> None:

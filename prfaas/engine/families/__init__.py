@@ -1,0 +1,1 @@
+"""One reader for each family of checkpoints: config.json to a ModelSpec; torch-free."""

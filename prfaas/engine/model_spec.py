@@ -1,0 +1,142 @@
+"""A model as its config.json describes it, whether or not this engine computes it; torch-free."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from prfaas.engine.ffn_spec import FfnSpec
+from prfaas.engine.mixer_spec import (
+    KvDtype,
+    MixerSpec,
+    StateTensor,
+    bytes_per_token,
+    state_bytes,
+)
+from prfaas.engine.parameters import ffn_parameters, mixer_parameters
+
+Activation = Literal["silu", "gelu_tanh", "relu2", "clamped_silu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The layers of a model and what surrounds them."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[MixerSpec, ...]
+    ffns: tuple[FfnSpec | None, ...]
+    """The feed-forward of each layer."""
+    max_context_tokens: int
+    norm_eps: float
+    norms_per_layer: tuple[int, ...]
+    """RMS norms of the hidden size around each layer's mixer and feed-forward."""
+    activation: Activation = "silu"
+    has_tied_embeddings: bool = False
+    has_unit_offset_norms: bool = False
+    """Norms multiply by 1 + weight."""
+    has_post_norms: bool = False
+    """Mixer and feed-forward outputs are normed before they are added (Gemma)."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Multiplies mixer and feed-forward outputs before they are added (Granite)."""
+    logits_scale: float = 1.0
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    unsupported: tuple[str, ...] = ()
+    """Fields that ask for what no layer above describes, each as "name=value"."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the number of weights; a tied head is counted once."""
+        hidden = self.hidden_size
+        layers = sum(mixer_parameters(layer, hidden) for layer in self.layers)
+        ffns = sum(ffn_parameters(ffn, hidden) for ffn in self.ffns)
+        norms = hidden * (sum(self.norms_per_layer) + 1)
+        tables = self.vocab_size * hidden * (1 if self.has_tied_embeddings else 2)
+        return layers + ffns + norms + tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """Layers that keep the same tensors for the same tokens."""
+
+    kind: Literal["full", "window", "state"]
+    mixer: str
+    layout: str
+    layers: tuple[int, ...] = ()
+    bytes_per_token: int = 0
+    """Of one layer."""
+    window_tokens: int | None = None
+    states: tuple[StateTensor, ...] = ()
+    state_bytes: int = 0
+    """Of one layer."""
+
+
+def layer_groups(layers: Sequence[MixerSpec], kv_dtype: KvDtype) -> tuple[LayerGroup, ...]:
+    """Return the groups: full attention, then windows, then states, each by its first layer.
+
+    Falcon-H1's layers stand in two groups, those that keep nothing in none.
+    """
+    members: dict[LayerGroup, list[int]] = {}
+    for index, layer in enumerate(layers):
+        for group in _kept(layer, kv_dtype):
+            members.setdefault(group, []).append(index)
+    order = ("full", "window", "state")
+    ranked = sorted(members.items(), key=lambda item: (order.index(item[0].kind), item[1][0]))
+    return tuple(replace(group, layers=tuple(indices)) for group, indices in ranked)
+
+
+def constant_bytes(layers: Sequence[MixerSpec], kv_dtype: KvDtype) -> int:
+    """Return S0: bytes of all states and of every window once it is full."""
+    windows = sum(
+        (layer.window_tokens - 1) * bytes_per_token(layer, kv_dtype)
+        for layer in layers
+        if layer.window_tokens is not None
+    )
+    return windows + sum(state_bytes(layer, kv_dtype) for layer in layers)
+
+
+def growth_bytes(layers: Sequence[MixerSpec], kv_dtype: KvDtype) -> int:
+    """Return s: bytes that one more token adds where every window is full."""
+    return sum(bytes_per_token(layer, kv_dtype) for layer in layers if layer.window_tokens is None)
+
+
+def layers_kv_bytes(layers: Sequence[MixerSpec], num_tokens: int, kv_dtype: KvDtype) -> int:
+    """Return S_kv(num_tokens): bytes needed to continue a sequence of that many tokens elsewhere.
+
+    Full and latent attention keep every token, a window of W the last W - 1, a linear mixer its
+    state, but for the empty sequence (models.md §2, "Bytes per request").
+    """
+    if num_tokens == 0:
+        return 0
+    return sum(
+        layer.kept_tokens(num_tokens) * bytes_per_token(layer, kv_dtype)
+        + state_bytes(layer, kv_dtype)
+        for layer in layers
+    )
+
+
+def _kept(layer: MixerSpec, kv_dtype: KvDtype) -> list[LayerGroup]:
+    groups = []
+    if layer.values_per_token:
+        groups.append(
+            LayerGroup(
+                kind="full" if layer.window_tokens is None else "window",
+                mixer=layer.mixer,
+                layout=layer.kv_layout,
+                bytes_per_token=bytes_per_token(layer, kv_dtype),
+                window_tokens=layer.window_tokens,
+            )
+        )
+    if layer.states:
+        groups.append(
+            LayerGroup(
+                kind="state",
+                mixer=layer.mixer,
+                layout=layer.state_layout,
+                states=layer.states,
+                state_bytes=state_bytes(layer, kv_dtype),
+            )
+        )
+    return groups
