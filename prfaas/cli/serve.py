@@ -1,6 +1,8 @@
 """`prfaas serve`: one node in the foreground."""
 
 import os
+import signal
+import sys
 from pathlib import Path
 
 import click
@@ -28,6 +30,7 @@ def serve(config_path: Path | None, *, print_config: bool, **flags: object) -> N
             "role scheduler comes in a later version; a pd node with --peer routes by itself"
         )
     limit_threads(config.engine.threads)
+    exit_on_signals()
     from prfaas.cli.node_process import run_node  # imports torch and aiohttp
 
     run_node(config)
@@ -40,3 +43,12 @@ def limit_threads(threads: int | None) -> None:
     """
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+
+
+def exit_on_signals() -> None:
+    """Let SIGTERM and SIGINT end the process with status 0 until the event loop takes them over.
+
+    Importing torch takes seconds, and nothing is running yet that would have to be drained.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))

@@ -1,13 +1,14 @@
 """`prfaas serve` before there is a node: settings merged, printed, or refused in one line."""
 
 import os
+import signal
 import tomllib
 
 import pytest
 from click.testing import CliRunner
 
 from prfaas.cli.main import main
-from prfaas.cli.serve import limit_threads
+from prfaas.cli.serve import exit_on_signals, limit_threads
 from prfaas.config.settings import SETTINGS
 
 
@@ -87,3 +88,16 @@ def test_threads_reach_the_thread_pools_of_the_process(threads, expected, monkey
     monkeypatch.setenv("MKL_NUM_THREADS", "7")
     limit_threads(threads)
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_loop_runs_is_a_clean_exit(number):
+    before = {known: signal.getsignal(known) for known in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        exit_on_signals()
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(number)
+    finally:
+        for known, handler in before.items():
+            signal.signal(known, handler)
+    assert ended.value.code == 0
