@@ -12,7 +12,7 @@ any neighbours and on imported keys. Three rules make it so:
   added in ascending order. One product over all keys would be cut by the library at places that
   depend on the number of keys.
 
-Row counts are multiples of ROW_MULTIPLE: below 4 rows the matrix product takes another kernel.
+Every product has at least 4 rows: below that the library takes another kernel.
 
 Shapes: T query tokens, G query heads of one KV head, H KV heads, R = T * G rows, C keys, K head dim,
 S sequences, N key blocks.
@@ -28,7 +28,8 @@ from torch import Tensor
 KEY_BLOCK = 128
 TILE_TOKENS = 64
 """Query tokens computed at once: the scores of a tile against 8,192 keys are 8 MiB with 4 heads."""
-ROW_MULTIPLE = 8
+TILE_ROW_MULTIPLE = 8
+STEP_ROW_MULTIPLE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def _attend_tile(
     num_tokens, num_heads, _, head_dim = q_THGK.shape
     q_HRK = q_THGK.transpose(0, 1).reshape(num_heads, -1, head_dim)
     num_rows, num_keys = q_HRK.shape[1], seen.keys.shape[1]
-    if padding := -num_rows % ROW_MULTIPLE:
+    if padding := -num_rows % TILE_ROW_MULTIPLE:
         q_HRK = torch.cat([q_HRK, q_HRK[:, :1].expand(-1, padding, -1)], dim=1)
     scores_HRC = q_HRK.new_empty(num_heads, num_rows + padding, num_keys)
     torch.baddbmm(scores_HRC, q_HRK, seen.keys.transpose(1, 2), beta=0, alpha=scale, out=scores_HRC)
@@ -138,7 +139,7 @@ def attend_steps(
     products of all blocks are one call, and all sequences are summed in one.
     """
     num_sequences, num_heads, num_groups, head_dim = q_SHGK.shape
-    num_rows = -(-num_groups // ROW_MULTIPLE) * ROW_MULTIPLE
+    num_rows = -(-num_groups // STEP_ROW_MULTIPLE) * STEP_ROW_MULTIPLE
     q_SHRK = q_SHGK.new_zeros(num_sequences, num_heads, num_rows, head_dim)
     q_SHRK[:, :, :num_groups] = q_SHGK
     products_NRK: list[Tensor] = []
@@ -147,8 +148,7 @@ def attend_steps(
         seen = span.blocks(position, position + 1, window_tokens)
         num_keys = seen.keys.shape[1]
         mask_C = _row_mask(position, seen.first_key, num_keys, window_tokens)
-        scores_HRC = torch.baddbmm(mask_C, q_HRK, seen.keys.transpose(1, 2), alpha=scale)
-        weights_HRC = torch.softmax(scores_HRC, dim=-1)
+        weights_HRC = torch.softmax(_step_scores(q_HRK, seen.keys, mask_C, scale), dim=-1)
         for weights_RC, v_CK in zip(weights_HRC, seen.values, strict=True):
             weights_NRC = weights_RC.view(num_rows, -1, KEY_BLOCK).transpose(0, 1)
             products_NRK.append(torch.bmm(weights_NRC, v_CK.view(-1, KEY_BLOCK, head_dim)))
@@ -157,6 +157,19 @@ def attend_steps(
     # index_add_ adds rows in order: block by block, as a tile does.
     sums.index_add_(0, _owners(tuple(counts), num_heads), torch.cat(products_NRK).flatten(1))
     return sums.view(num_sequences, num_heads, num_rows, head_dim)[:, :, :num_groups]
+
+
+def _step_scores(q_HRK: Tensor, k_HCK: Tensor, mask_C: Tensor, scale: float) -> Tensor:
+    """Return scale * q k + mask, [H, R, C]."""
+    num_heads, num_rows, head_dim = q_HRK.shape
+    if num_heads > 1:
+        return torch.baddbmm(mask_C, q_HRK, k_HCK.transpose(1, 2), alpha=scale)
+    # One product of few rows is not shared among threads; a product for each block is.
+    k_NCK = k_HCK.view(-1, KEY_BLOCK, head_dim)
+    q_NRK = q_HRK.expand(len(k_NCK), -1, -1)
+    mask_N1C = mask_C.view(-1, 1, KEY_BLOCK)
+    scores_NRC = torch.baddbmm(mask_N1C, q_NRK, k_NCK.transpose(1, 2), alpha=scale)
+    return scores_NRC.transpose(0, 1).reshape(1, num_rows, -1)
 
 
 def _row_mask(position: int, first_key: int, num_keys: int, window_tokens: int | None) -> Tensor:

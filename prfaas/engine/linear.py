@@ -17,7 +17,7 @@ from torch.nn import functional as F
 Packing = Literal["fbgemm-fp16", "onednn-f32", "padded-f32"]
 FBGEMM_PADDED_REMAINDER = (0, 3, 3, 3, 4, 5)
 """fbgemm cuts rows into bands of 6. Its kernels for 3 to 6 rows round alike, those for 1 and 2 do not."""
-SHARD_OUTPUTS = 4096
+SHARD_OUTPUTS = 16384
 REORDER_BATCH_HINT = 64  # with a hint of 1, oneDNN packs for one row and M=1 rounds differently
 
 Linear = Callable[[Tensor], Tensor]
