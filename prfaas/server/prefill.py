@@ -203,12 +203,7 @@ class PrefillNode:
     def _start_job(self, asked: TransferRequest, table: BlockTable) -> PrefillJob:
         """Queue the prompt; the engine and the job each take a hold on the table."""
         assert self._tasks is not None, "open before start"
-        job = PrefillJob(
-            asked=asked,
-            table=table,
-            layout=self._cache.layout,
-            num_ahead=self._engine.load().num_waiting_tokens,
-        )
+        job = PrefillJob(asked=asked, table=table, layout=self._cache.layout)
         table.retain()
         try:
             stream = self._engine.submit(

@@ -5,7 +5,7 @@ from collections import deque
 
 from prfaas.cache.prefix import BlockTable
 from prfaas.cache.spec import CacheLayout, bytes_of_block, missing_blocks
-from prfaas.engine.submission import FirstLogits
+from prfaas.engine.submission import EngineLoad, FirstLogits
 from prfaas.errors import EngineError, PrfaasError
 from prfaas.server.engine_thread import EngineStream, EngineThread
 from prfaas.transport.messages import TransferRequest, encode_first_tokens
@@ -35,6 +35,17 @@ def places_to_send(layout: CacheLayout, num_tokens: int, have_tokens: int) -> li
     ]
 
 
+def tokens_ahead(load: EngineLoad, *, num_tokens: int, tokens_done: int, hit_tokens: int) -> int:
+    """Return other prompts' tokens that the engine still has before the first of this prompt.
+
+    It falls as they are computed, by which the receiver sees that a queue moves; prompts that come
+    later and go first make it grow.
+    """
+    if tokens_done > hit_tokens:
+        return 0
+    return max(0, load.num_waiting_tokens - (num_tokens - tokens_done))
+
+
 class PrefillJob:
     """Feeds one transfer: with the pages of the prefix hit, then with what the engine makes.
 
@@ -42,14 +53,11 @@ class PrefillJob:
     else on the loop. The pages live in `table`, of which the job has one hold until `run` ends.
     """
 
-    def __init__(
-        self, *, asked: TransferRequest, table: BlockTable, layout: CacheLayout, num_ahead: int
-    ) -> None:
+    def __init__(self, *, asked: TransferRequest, table: BlockTable, layout: CacheLayout) -> None:
         self.transfer = OutgoingTransfer(transfer_id=asked.transfer_id, page_view=self._page_view)
         self._asked = asked
         self._table = table
         self._layout = layout
-        self._num_ahead = num_ahead
         self._tokens_done = table.hit_tokens
         self._loop = asyncio.get_running_loop()
         num_tokens = len(asked.request.prompt_tokens)
@@ -156,7 +164,10 @@ class PrefillJob:
             if engine.num_layers_run == seen:
                 continue
             seen = engine.num_layers_run
-            is_queued = self._tokens_done == self._table.hit_tokens
-            self._num_ahead = min(self._num_ahead, engine.load().num_waiting_tokens)
-            ahead = self._num_ahead if is_queued else 0
+            ahead = tokens_ahead(
+                engine.load(),
+                num_tokens=len(self._asked.request.prompt_tokens),
+                tokens_done=self._tokens_done,
+                hit_tokens=self._table.hit_tokens,
+            )
             self.transfer.put_urgent(encode_progress(self._tokens_done, ahead))

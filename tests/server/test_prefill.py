@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.cache.spec import bytes_of_block, held_blocks, needed_blocks
+from prfaas.engine.submission import EngineLoad
 from prfaas.errors import BadRequest, IncompatiblePeer, Overloaded
 from prfaas.server.prefill import MAX_CANCELLED
-from prfaas.server.prefill_job import places_to_send
+from prfaas.server.prefill_job import places_to_send, tokens_ahead
 from prfaas.transport.client import PeerAddress, PeerClient
 from prfaas.transport.messages import TransferRequest
 from prfaas.transport.wire import FrameHeader, FrameType, decode_progress
@@ -238,6 +239,22 @@ async def test_progress_is_told_only_while_the_engine_really_advances(monkeypatc
         assert len(told) >= 3
         assert told == sorted(told)
         assert told[-1][0] <= 200
+
+
+@pytest.mark.parametrize(
+    ("waiting", "done", "ahead"),
+    [(0, 0, 0), (200, 0, 0), (500, 0, 300), (450, 0, 250), (260, 60, 0), (150, 0, 0)],
+)
+def test_what_is_ahead_is_the_work_of_others_until_ones_own_has_begun(waiting, done, ahead):
+    load = EngineLoad(
+        num_running=1,
+        num_waiting=1,
+        num_waiting_tokens=waiting,
+        kv_used_bytes=0,
+        prefill_tokens_per_s=0.0,
+        step_count=1,
+    )
+    assert tokens_ahead(load, num_tokens=200, tokens_done=done, hit_tokens=0) == ahead
 
 
 async def test_a_draining_node_takes_nothing_new_and_finishes_what_it_has():
