@@ -7,8 +7,9 @@ here names the row counts for which the property holds, and the model pads its b
 Shapes: M rows (tokens), K input dim, N output dim.
 """
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,18 +18,21 @@ from torch.nn import functional as F
 Packing = Literal["fbgemm-fp16", "onednn-f32", "padded-f32"]
 FBGEMM_PADDED_REMAINDER = (0, 3, 3, 3, 4, 5)
 """fbgemm cuts rows into bands of 6. Its kernels for 3 to 6 rows round alike, those for 1 and 2 do not."""
-SHARD_OUTPUTS = 16384
+SHARD_OUTPUTS = 8192
 REORDER_BATCH_HINT = 64  # with a hint of 1, oneDNN packs for one row and M=1 rounds differently
 
 Linear = Callable[[Tensor], Tensor]
 """x_MK -> y_MN; M must be one of padded_rows(), x_MK contiguous float32."""
 
 
-def pack(weight_NK: Tensor, packing: Packing) -> Linear:
-    """Return the linear layer of `weight_NK`, which the caller may free afterwards."""
+def pack(weight_NK: Tensor, packing: Packing, *, pool: Executor | None = None) -> Linear:
+    """Return the linear layer of `weight_NK`, which the caller may free afterwards.
+
+    A matrix is packed by one thread; a `pool` shares the shards of a large one.
+    """
     match packing:
         case "fbgemm-fp16":
-            return _pack_fbgemm(weight_NK)
+            return _pack_fbgemm(weight_NK, map if pool is None else pool.map)
         case "onednn-f32":
             return _pack_onednn(weight_NK)
         case "padded-f32":
@@ -36,13 +40,15 @@ def pack(weight_NK: Tensor, packing: Packing) -> Linear:
             return lambda x_MK: F.linear(x_MK, weight)
 
 
-def _pack_fbgemm(weight_NK: Tensor) -> Linear:
+def _pack_fbgemm(weight_NK: Tensor, map_shards: Callable[..., Iterable[Any]]) -> Linear:
     # Packing walks down the columns of the weight; beyond a few thousand rows every step misses the
     # cache (2.5 times slower). The product itself is no slower in shards, so a head is split.
-    packed = [
-        torch.ops.quantized.linear_prepack_fp16(shard_NK.float(), None)
-        for shard_NK in torch.split(weight_NK, SHARD_OUTPUTS)
-    ]
+    packed = list(
+        map_shards(
+            lambda shard_NK: torch.ops.quantized.linear_prepack_fp16(shard_NK.float(), None),
+            torch.split(weight_NK, SHARD_OUTPUTS),
+        )
+    )
     apply = torch.ops.quantized.linear_dynamic_fp16
     if len(packed) == 1:
         return lambda x_MK: apply(x_MK, packed[0])

@@ -131,8 +131,8 @@ class _Builder:
         head = embedding if config.has_tied_embeddings else weights.take("lm_head.weight", *size)
         # Packing is one thread's work for each matrix and lets go of the interpreter.
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            packed_head = pool.submit(pack, head, self._packing)
-            layers = list(pool.map(self._block, range(len(config.layers))))
+            layers = pool.map(self._block, range(len(config.layers)))
+            lm_head = pack(head, self._packing, pool=pool)
         return Model(
             config,
             embed_tokens=Embedding(
@@ -140,9 +140,9 @@ class _Builder:
                 scale=config.embedding_scale,
                 is_half=self._packing == "fbgemm-fp16",
             ),
-            layers=layers,
+            layers=list(layers),
             norm=self._norm("model.norm"),
-            lm_head=packed_head.result(),
+            lm_head=lm_head,
             packing=self._packing,
             model_fingerprint=model_fingerprint,
         )
