@@ -1,5 +1,6 @@
 """The start-up self-test: it passes here, names what is broken, and does not depend on threads."""
 
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Literal
 
@@ -96,8 +97,8 @@ def test_steps_that_are_not_exact_are_computed_as_tiles(
 
 
 def packing_that_breaks(broken: set[Packing]) -> object:
-    def pack(weight_NK: Tensor, packing: Packing) -> linear.Linear:
-        exact = linear.pack(weight_NK, packing)
+    def pack(weight_NK: Tensor, packing: Packing, *, pool: Executor | None = None) -> linear.Linear:
+        exact = linear.pack(weight_NK, packing, pool=pool)
         return (lambda x_MK: spoil(exact(x_MK))) if packing in broken else exact
 
     return pack
