@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prfaas.engine.kv import SequenceKv
 from prfaas.engine.linear import Packing, padded_rows
 from prfaas.engine.rope import RopeTable
+from prfaas.engine.sequence_kv import SequenceKv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

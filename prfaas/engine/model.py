@@ -13,11 +13,11 @@ from torch import Tensor
 from prfaas.cache.spec import CacheLayout
 from prfaas.engine.batch import Batch, Segment
 from prfaas.engine.config import ModelConfig, kv_groups
-from prfaas.engine.kv import SequenceKv, capacity_bytes
 from prfaas.engine.layers.gqa import GqaMixer
 from prfaas.engine.layers.mlp import GatedMlp
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear, Packing, padded_rows
+from prfaas.engine.sequence_kv import SequenceKv, capacity_bytes
 
 __all__ = ["Block", "Embedding", "Model", "Segment"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from prfaas.cache.prefix import BlockTable
 from prfaas.cache.spec import CacheLayout, bytes_of_block, held_blocks, needed_blocks
-from prfaas.engine.kv import SequenceKv
+from prfaas.engine.sequence_kv import SequenceKv
 from prfaas.engine.submission import PageSink
 
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from prfaas.cache.prefix import BlockTable, PrefixCache
-from prfaas.engine.kv import SequenceKv
 from prfaas.engine.sampler import TokenHistory, uses_history
+from prfaas.engine.sequence_kv import SequenceKv
 from prfaas.engine.submission import Submission
 from prfaas.errors import BadRequest
 from prfaas.types import FinishReason, Request

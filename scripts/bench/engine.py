@@ -28,10 +28,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from prfaas.engine.kv import SequenceKv
 from prfaas.engine.loader import Weights, load_model
 from prfaas.engine.model import Model, Segment
 from prfaas.engine.options import EngineOptions
+from prfaas.engine.sequence_kv import SequenceKv
 from prfaas.models.store import resolve
 
 Dtype = Literal["float16", "float32"]

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from prfaas.cache.spec import needed_blocks
 from prfaas.engine.attention import KEY_BLOCK
 from prfaas.engine.config import GqaSpec, ModelConfig, kv_groups
-from prfaas.engine.kv import Array, SequenceKv, capacity_bytes
+from prfaas.engine.kv import Array
 from prfaas.engine.rope_spec import RopeSpec
+from prfaas.engine.sequence_kv import SequenceKv, capacity_bytes
 from tests.tiny_models import tiny_config
 
 BLOCK_TOKENS = 16

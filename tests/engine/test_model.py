@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from prfaas.cache.spec import bytes_of_block, needed_blocks
-from prfaas.engine.kv import SequenceKv
 from prfaas.engine.loader import load_model
 from prfaas.engine.model import Model, Segment
+from prfaas.engine.sequence_kv import SequenceKv
 from tests.tiny_models import VOCAB_SIZE, Family, write_tiny_model
 
 FAMILIES: tuple[Family, ...] = ("gemma3", "llama", "qwen3")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from prfaas.engine.kv import SequenceKv
 from prfaas.engine.model import Model, Segment
 from prfaas.engine.pages import load_pages, plan_writes, save_pages
+from prfaas.engine.sequence_kv import SequenceKv
 from tests.engine.running import BLOCK, Node, prompt_of, tiny
 
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 90, 200]
