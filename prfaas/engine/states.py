@@ -1,0 +1,182 @@
+"""What one linear layer carries from token to token, at exact positions.
+
+A state is the fold of all tokens before its position and has no inverse: it serves a continuation
+at that position and no other. Its tensors are never written once held, so forks share them, and a
+forward that failed can be run again from where it began.
+"""
+
+import math
+from collections.abc import Sequence
+from copy import copy
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prfaas.engine.mixer_spec import (
+    STATE_DTYPE_BYTES,
+    GdnSpec,
+    KdaSpec,
+    LightningSpec,
+    Mamba2Spec,
+    MixerSpec,
+    ParallelSpec,
+)
+
+CHUNK_TOKENS = 64
+"""Linear mixers compute a prompt in chunks between the multiples of this many positions."""
+
+State = tuple[Tensor, ...]
+"""Float32, contiguous; in the order of the spec's states: convolution rows, then the recurrence."""
+
+
+def replay_dim(spec: MixerSpec) -> int | None:
+    """Return the width of the rows that strict mode keeps since the last grid line.
+
+    None: the mixer's bits do not depend on the cut, so that it has nothing to replay.
+    """
+    match spec:
+        case GdnSpec():
+            return spec.conv_channels + 2 * spec.num_value_heads
+        case KdaSpec():
+            return 4 * spec.num_heads * spec.head_dim + spec.num_heads
+        case LightningSpec():
+            return 3 * spec.num_heads * spec.head_dim
+        case Mamba2Spec():
+            return spec.conv_channels + spec.num_heads
+        case ParallelSpec():
+            return replay_dim(spec.mamba)
+        case _:
+            return None
+
+
+class LayerState:
+    """One layer's state at every position where it is held.
+
+    Strict mode holds, at any position, the state at the grid line at or before it, and the mixer's
+    input rows since then, zeros after the last: [CHUNK_TOKENS, replay_dim], the last tensor.
+
+    Attributes:
+        shapes: of the tensors of an exported state.
+        nbytes: of one exported state.
+        replay_dim: width of the replay rows; None: there are none.
+        wanted: positions that the running forward captures, ascending.
+    """
+
+    def __init__(self, spec: MixerSpec, *, replay_dim: int | None = None) -> None:
+        replay = () if replay_dim is None else ((CHUNK_TOKENS, replay_dim),)
+        self.shapes: tuple[tuple[int, ...], ...] = (*(s.shape for s in spec.states), *replay)
+        self.nbytes = STATE_DTYPE_BYTES * sum(math.prod(shape) for shape in self.shapes)
+        self.replay_dim = replay_dim
+        self.wanted: tuple[int, ...] = ()
+        self._held: dict[int, State] = {}
+        self._arriving: dict[int, _Arrival] = {}
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Where a state is held, ascending; 0 is not listed, it always works."""
+        return tuple(sorted(self._held.keys() - {0}))
+
+    def holds(self, position: int) -> bool:
+        """Return whether a forward can go on at `position`."""
+        return position == 0 or position in self._held
+
+    def at(self, position: int) -> State:
+        """Return the state after `position` tokens; at 0, zeros.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if position == 0 and 0 not in self._held:
+            self._held[0] = tuple(torch.zeros(shape) for shape in self.shapes)
+        if position not in self._held:
+            raise ValueError(f"no state at {position} tokens; there is one at {self.positions}")
+        return self._held[position]
+
+    def hold(self, position: int, state: State) -> None:
+        """Keep `state`, whose tensors nobody writes any more, as that after `position` tokens."""
+        assert tuple(tuple(tensor.shape) for tensor in state) == self.shapes
+        self._held[position] = state
+
+    def begin(self, position: int, wanted: Sequence[int]) -> None:
+        """Forget all positions but `position`, where a forward starts; it captures `wanted`.
+
+        Raises:
+            ValueError: there is no state at `position`; nothing is forgotten then.
+        """
+        self._held = {position: self.at(position)}
+        self._arriving.clear()
+        self.wanted = tuple(sorted(wanted))
+
+    def fork(self) -> "LayerState":
+        """Return an independent one that holds the same states; not what has come in part."""
+        other = copy(self)
+        other._held = dict(self._held)
+        other._arriving = {}
+        return other
+
+    def write_to(self, position: int, out: memoryview, start: int) -> None:
+        """Write bytes start, ... of the state at `position` until `out` is full.
+
+        The bytes of a state are its tensors one after another, float32, little-endian.
+
+        Raises:
+            ValueError: there is no state at `position`, or it ends before `out` does.
+        """
+        self._check_slice(out, start)
+        offset = 0
+        for tensor in self.at(position):
+            source = memoryview(tensor.numpy().reshape(-1)).cast("B")
+            low, high = max(start, offset), min(start + out.nbytes, offset + source.nbytes)
+            if low < high:
+                out.cast("B")[low - start : high - start] = source[low - offset : high - offset]
+            offset += source.nbytes
+
+    def read_from(self, position: int, data: memoryview, start: int) -> None:
+        """Take bytes start, ... of a state at `position`; it is held once every byte has come.
+
+        Slices may come in any order, and more than once.
+
+        Raises:
+            ValueError: the slice reaches past the state's end.
+        """
+        self._check_slice(data, start)
+        arrival = self._arriving.get(position)
+        if arrival is None:
+            arrival = self._arriving[position] = _Arrival(self.nbytes)
+        if arrival.take(data, start):
+            self._held[position] = arrival.tensors(self.shapes)
+            del self._arriving[position]
+
+    def _check_slice(self, data: memoryview, start: int) -> None:
+        if start < 0 or start + data.nbytes > self.nbytes:
+            end = start + data.nbytes
+            raise ValueError(f"bytes {start} to {end} of a state of {self.nbytes} bytes")
+
+
+class _Arrival:
+    """The bytes of a state that have come so far."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._bytes = np.empty(num_bytes, dtype=np.uint8)
+        self._gaps = [(0, num_bytes)]
+
+    def take(self, data: memoryview, start: int) -> bool:
+        """Copy bytes start, ...; return whether all are here."""
+        stop = start + data.nbytes
+        self._bytes[start:stop] = np.frombuffer(data, dtype=np.uint8)
+        pieces = [(low, min(high, start)) for low, high in self._gaps]
+        pieces += [(max(low, stop), high) for low, high in self._gaps]
+        self._gaps = sorted((low, high) for low, high in pieces if low < high)
+        return not self._gaps
+
+    def tensors(self, shapes: Sequence[tuple[int, ...]]) -> State:
+        """Return the state in memory of its own, aligned as torch aligns tensors."""
+        values = torch.from_numpy(self._bytes.view(np.float32))
+        sizes = [math.prod(shape) for shape in shapes]
+        ends = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
+        return tuple(
+            values[low:high].reshape(shape).clone()
+            for (low, high), shape in zip(pairwise(ends), shapes, strict=True)
+        )
