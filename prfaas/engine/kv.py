@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prfaas.engine.attention import KEY_BLOCK, KeySpan
-from prfaas.engine.config import LayerSpec
+from prfaas.engine.mixer_spec import GqaSpec
 
 Array = NDArray[np.float32]
 
@@ -25,7 +25,7 @@ WINDOW_SLACK_TOKENS = 1024
 FLOAT32_BYTES = 4
 
 
-def layer_capacity(layer: LayerSpec, capacity_tokens: int) -> int:
+def layer_capacity(layer: GqaSpec, capacity_tokens: int) -> int:
     """Return the tokens of one layer's buffer in a sequence of up to `capacity_tokens`."""
     if layer.window_tokens is not None:
         capacity_tokens = min(capacity_tokens, layer.window_tokens + WINDOW_SLACK_TOKENS)
@@ -39,7 +39,7 @@ class LayerKv:
     KiB of a single token an array copy costs a tenth of a tensor's.
     """
 
-    def __init__(self, spec: LayerSpec, capacity_tokens: int, margin_tokens: int) -> None:
+    def __init__(self, spec: GqaSpec, capacity_tokens: int, margin_tokens: int) -> None:
         self.spec = spec
         self._margin_tokens = margin_tokens
         self._end_tokens = 0  # tokens are written up to here
@@ -102,6 +102,36 @@ class LayerKv:
             )
         first = start - self.base_tokens
         return self._array_2HCK[:, :, first : first + num_tokens]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.kv_2HCK.nbytes
+
+    def write_to(self, start: int, num_tokens: int, out: memoryview) -> None:
+        """Write positions start, ... to `out` as a page holds them: K, then V, each [H, T, K].
+
+        Raises:
+            ValueError: the tokens are not here, or `out` has another size.
+        """
+        self._page(num_tokens, out)[:] = self.read(start, num_tokens)
+
+    def read_from(self, start: int, num_tokens: int, data: memoryview) -> None:
+        """Read what write_to wrote; blocks of one window may come in any order.
+
+        Raises:
+            ValueError: `data` has another size, or the tokens lie before the window.
+        """
+        page_2HTK = self._page(num_tokens, data)
+        self.load(start, num_tokens)[:] = page_2HTK
+
+    def _page(self, num_tokens: int, data: memoryview) -> Array:
+        spec = self.spec
+        expected = num_tokens * spec.values_per_token * FLOAT32_BYTES
+        if data.nbytes != expected:
+            raise ValueError(f"a page of {data.nbytes} bytes; {num_tokens} tokens take {expected}")
+        page = np.frombuffer(data, dtype=np.float32)
+        return page.reshape(2, spec.num_kv_heads, num_tokens, spec.head_dim)
 
     def truncate(self, num_tokens: int) -> None:
         """Void everything from position `num_tokens` on.

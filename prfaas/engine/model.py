@@ -114,6 +114,8 @@ class Model:
             on_layer: called with l once layer l wrote every segment's K and V, which may be
                 exported from then on.
         """
+        for segment in segments:
+            segment.kv.begin_forward(segment.snapshots)
         batch = Batch(segments, self.packing)
         x_TD = self.embed_tokens(batch.tokens_T)
         on_layer = on_layer or _ignore

@@ -1,18 +1,22 @@
-"""The working copy of one sequence: every layer's keys and values, exported and imported as pages.
+"""The working copy of one sequence: each layer's keys and values, or state, or both.
 
-Shapes: H KV heads, T tokens, K head dim.
+They are exported and imported as pages: K and V by the block, a state by the slice.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from typing import TYPE_CHECKING
 
-import numpy as np
+from prfaas.engine.kv import FLOAT32_BYTES, LayerKv, layer_capacity
+from prfaas.engine.mixer_spec import GqaSpec, MixerSpec, ParallelSpec
 
-from prfaas.engine.config import LayerSpec
-from prfaas.engine.kv import FLOAT32_BYTES, Array, LayerKv, layer_capacity
+if TYPE_CHECKING:
+    from prfaas.engine.states import LayerState
 
 
-def capacity_bytes(layers: Sequence[LayerSpec], capacity_tokens: int) -> int:
+def capacity_bytes(layers: Sequence[GqaSpec], capacity_tokens: int) -> int:
     """Return the bytes of a sequence's working copy in all layers."""
     return sum(
         layer_capacity(layer, capacity_tokens) * layer.values_per_token * FLOAT32_BYTES
@@ -21,31 +25,68 @@ def capacity_bytes(layers: Sequence[LayerSpec], capacity_tokens: int) -> int:
 
 
 class SequenceKv:
-    """K and V of one sequence, layer by layer; `num_tokens` of them are complete in all layers."""
+    """What every layer keeps of one sequence; `num_tokens` tokens are complete in all layers.
+
+    Attributes:
+        layers: for each layer its K and V, None if it has no attention.
+        states: for each layer its recurrent and convolution state, None if it has none.
+    """
 
     def __init__(
-        self, layers: Sequence[LayerSpec], *, capacity_tokens: int, block_tokens: int
+        self,
+        layers: Sequence[MixerSpec],
+        *,
+        capacity_tokens: int,
+        block_tokens: int,
+        replay_dims: Sequence[int | None] | None = None,
     ) -> None:
+        """Make an empty working copy.
+
+        Args:
+            layers: of the model.
+            capacity_tokens: the sequence's length is up to it.
+            block_tokens: of the pages.
+            replay_dims: in strict mode the width of each linear layer's replayed rows.
+        """
         self.num_tokens = 0
         self.capacity_tokens = capacity_tokens
         self.block_tokens = block_tokens
-        self.layers = [LayerKv(spec, capacity_tokens, block_tokens) for spec in layers]
+        self.layers = [_new_kv(spec, capacity_tokens, block_tokens) for spec in layers]
+        dims = replay_dims or [None] * len(layers)
+        self.states = [_new_state(spec, dim) for spec, dim in zip(layers, dims, strict=True)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(layer.kv_2HCK.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.layers if layer is not None)
+
+    def kv_of(self, layer: int) -> LayerKv:
+        """Return an attention layer's K and V."""
+        kv = self.layers[layer]
+        assert kv is not None, f"layer {layer} has no attention"
+        return kv
+
+    def state_of(self, layer: int) -> LayerState:
+        """Return a linear layer's state."""
+        state = self.states[layer]
+        assert state is not None, f"layer {layer} has no state"
+        return state
+
+    def begin_forward(self, snapshots: Sequence[int]) -> None:
+        """Forget states of other positions than num_tokens; keep those after `snapshots` next."""
+        for state in self.states:
+            if state is not None:
+                state.begin(self.num_tokens, snapshots)
 
     def export_block(self, layer: int, block: int, num_tokens: int, out: memoryview) -> None:
-        """Write the first `num_tokens` tokens of a block to `out`: K, then V, each [H, T, K].
+        """Write the first `num_tokens` tokens of a block to `out`: K, then V.
 
         Legal inside `on_layer` for tokens that the running forward just wrote.
 
         Raises:
             ValueError: the tokens are not here, or `out` has another size.
         """
-        page_2HTK = self._page(layer, num_tokens, out)
-        page_2HTK[:] = self.layers[layer].read(block * self.block_tokens, num_tokens)
+        self.kv_of(layer).write_to(block * self.block_tokens, num_tokens, out)
 
     def import_block(self, layer: int, block: int, num_tokens: int, data: memoryview) -> None:
         """Read what export_block wrote; set_num_tokens makes it count.
@@ -53,9 +94,7 @@ class SequenceKv:
         Raises:
             ValueError: `data` has another size, or the block lies before the window.
         """
-        page_2HTK = self._page(layer, num_tokens, data)
-        room_2HTK = self.layers[layer].load(block * self.block_tokens, num_tokens)
-        room_2HTK[:] = page_2HTK
+        self.kv_of(layer).read_from(block * self.block_tokens, num_tokens, data)
 
     def set_num_tokens(self, num_tokens: int) -> None:
         """Declare that every layer holds what it needs to go on at `num_tokens`; void the rest.
@@ -64,25 +103,38 @@ class SequenceKv:
             ValueError: a layer does not hold it.
         """
         for layer in self.layers:
-            layer.truncate(num_tokens)
+            if layer is not None:
+                layer.truncate(num_tokens)
+        for state in self.states:
+            if state is not None:
+                state.at(num_tokens)
         self.num_tokens = num_tokens
 
     def reserve(self, capacity_tokens: int) -> None:
         """Make room for up to `capacity_tokens`, layer by layer; what is held stays."""
         for layer in self.layers:
-            layer.reserve(capacity_tokens)
+            if layer is not None:
+                layer.reserve(capacity_tokens)
         self.capacity_tokens = max(self.capacity_tokens, capacity_tokens)
 
-    def fork(self) -> "SequenceKv":
+    def fork(self) -> SequenceKv:
         """Return an independent copy, for another continuation of the same tokens."""
         other = copy(self)
-        other.layers = [layer.fork() for layer in self.layers]
+        other.layers = [None if layer is None else layer.fork() for layer in self.layers]
+        other.states = [None if state is None else state.fork() for state in self.states]
         return other
 
-    def _page(self, layer: int, num_tokens: int, data: memoryview) -> Array:
-        spec = self.layers[layer].spec
-        expected = num_tokens * spec.values_per_token * FLOAT32_BYTES
-        if data.nbytes != expected:
-            raise ValueError(f"a page of {data.nbytes} bytes; {num_tokens} tokens take {expected}")
-        page = np.frombuffer(data, dtype=np.float32)
-        return page.reshape(2, spec.num_kv_heads, num_tokens, spec.head_dim)
+
+def _new_kv(spec: MixerSpec, capacity_tokens: int, block_tokens: int) -> LayerKv | None:
+    attention = spec.attention if isinstance(spec, ParallelSpec) else spec
+    if not isinstance(attention, GqaSpec):
+        return None
+    return LayerKv(attention, capacity_tokens, block_tokens)
+
+
+def _new_state(spec: MixerSpec, replay_dim: int | None) -> LayerState | None:
+    if not spec.states:
+        return None
+    from prfaas.engine.states import LayerState
+
+    return LayerState(spec, replay_dim=replay_dim)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from prfaas.cache.spec import needed_blocks
 from prfaas.engine.attention import KEY_BLOCK
-from prfaas.engine.config import GqaSpec, ModelConfig, kv_groups
+from prfaas.engine.config import kv_groups, model_from_hf
+from prfaas.engine.mixer_spec import GqaSpec
 from prfaas.engine.kv import Array
 from prfaas.engine.rope_spec import RopeSpec
 from prfaas.engine.sequence_kv import SequenceKv, capacity_bytes
@@ -70,7 +71,7 @@ def expected_page(block: int, num_tokens: int) -> bytes:
 
 def needed(layer: int, num_tokens: int) -> list[tuple[int, int]]:
     """(block, tokens in it) that the cache asks for at `num_tokens`."""
-    config = ModelConfig.from_hf(
+    config = model_from_hf(
         tiny_config("gemma3") | {"sliding_window": LAYERS[WINDOW].window_tokens}
     )
     group = kv_groups(config, BLOCK_TOKENS).groups[layer]
@@ -139,18 +140,18 @@ def test_no_visible_value_is_uninitialised(stops: list[int]) -> None:
 
 def test_no_visible_value_is_uninitialised_after_an_import() -> None:
     source, target = filled(1000), new_kv()
-    target.layers[WINDOW].kv_2HCK.fill_(float("nan"))
+    target.kv_of(WINDOW).kv_2HCK.fill_(float("nan"))
     for block, count in needed(WINDOW, 1000):
         page = export(source, WINDOW, block, count)
         target.import_block(WINDOW, block, count, memoryview(page))
-    layer = target.layers[WINDOW]
+    layer = target.kv_of(WINDOW)
     assert layer.kv_2HCK[:, :, : 1024 - layer.base_tokens].isfinite().all()
 
 
 def test_window_layers_stay_small() -> None:
     kv = filled(*range(100, 5001, 100))
-    assert kv.layers[WINDOW].kv_2HCK.shape[2] < 1500
-    assert kv.layers[FULL].kv_2HCK.shape[2] >= 5000
+    assert kv.kv_of(WINDOW).kv_2HCK.shape[2] < 1500
+    assert kv.kv_of(FULL).kv_2HCK.shape[2] >= 5000
     assert kv.nbytes == capacity_bytes(LAYERS, 6000)
 
 
@@ -170,7 +171,7 @@ def test_room_that_is_reserved_later_changes_nothing() -> None:
     kv, roomy = new_kv(capacity_tokens=64), filled(60, 900)
     write(kv, 60)
     with pytest.raises(ValueError, match="in a sequence of 128"):
-        kv.layers[FULL].write(60, values(60, 900), values(60, 900))
+        kv.kv_of(FULL).write(60, values(60, 900), values(60, 900))
     kv.reserve(1000)
     kv.reserve(10)
     assert kv.capacity_tokens == 1000

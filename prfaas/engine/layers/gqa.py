@@ -9,7 +9,7 @@ from torch import Tensor
 
 from prfaas.engine.attention import attend, attend_steps
 from prfaas.engine.batch import Batch
-from prfaas.engine.config import GqaSpec
+from prfaas.engine.mixer_spec import GqaSpec
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear
 from prfaas.engine.rope import RopeTable, rotate
@@ -50,7 +50,7 @@ class GqaMixer:
         qk_THK = rotate(qk_THK, batch.rope(self.rope))
         k_THK, v_array = qk_THK[:, spec.num_heads :].numpy(), v_THK.numpy()
         for rows, segment in batch.parts:
-            kv = segment.kv.layers[layer]
+            kv = segment.kv.kv_of(layer)
             kv.write(segment.kv.num_tokens, k_THK[rows], v_array[rows])
         on_written()
         out_TD = x_TD.new_zeros(len(x_TD), spec.num_heads * spec.head_dim)
@@ -66,7 +66,7 @@ class GqaMixer:
         if steps:
             out_THGK[batch.step_rows] = attend_steps(
                 q_THGK[batch.step_rows],
-                [segment.kv.layers[layer].span for segment in steps],
+                [segment.kv.kv_of(layer).span for segment in steps],
                 [segment.kv.num_tokens for segment in steps],
                 scale=spec.scale,
                 window_tokens=spec.window_tokens,
@@ -74,7 +74,7 @@ class GqaMixer:
         for rows, segment in batch.chunks if steps else batch.parts:
             attend(
                 q_THGK[rows],
-                segment.kv.layers[layer].span,
+                segment.kv.kv_of(layer).span,
                 first_position=segment.kv.num_tokens,
                 scale=spec.scale,
                 window_tokens=spec.window_tokens,
