@@ -166,7 +166,7 @@ class _Builder:
         hidden = self._config.hidden_size
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         assert spec.rope is not None, "refused with the model's config"
-        order = pair_order(spec.head_dim)
+        order = pair_order(spec.head_dim, spec.rope)
         q, k = (
             self._weights.take(f"{name}{part}_proj.weight", rows, hidden)
             .view(-1, spec.head_dim, hidden)[:, order]
@@ -183,7 +183,7 @@ class _Builder:
         )
 
     def _qk_norm(self, spec: GqaSpec, name: str) -> RmsNorm:
-        order = pair_order(spec.head_dim)
+        order = pair_order(spec.head_dim, spec.rope)
         q = self._weights.take(name + "q_norm.weight", spec.head_dim)[order].float()
         k = self._weights.take(name + "k_norm.weight", spec.head_dim)[order].float()
         return RmsNorm(

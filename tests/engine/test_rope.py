@@ -4,15 +4,18 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from prfaas.engine.rope import (
+    MAX_SERIAL_PAIRS,
     TABLE_STEP_TOKENS,
     RopeTable,
+    attention_factor,
     inverse_frequencies,
     pair_order,
     rotate,
 )
-from prfaas.engine.rope_spec import LinearScaling, Llama3Scaling, RopeSpec
+from prfaas.engine.rope_spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 
 LLAMA3 = Llama3Scaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_tokens=8192
@@ -24,7 +27,7 @@ def test_rotation_equals_complex_multiplication() -> None:
     spec = RopeSpec(theta=1e4)
     positions = torch.arange(num_tokens)
     x = torch.randn(num_tokens, 3, head_dim)
-    order = pair_order(head_dim)
+    order = pair_order(head_dim, spec)
     rotated = torch.empty_like(x)
     rotated[..., order] = rotate(x[..., order], RopeTable(spec, head_dim).at(positions, num_tokens))
     frequencies = 1e4 ** (-torch.arange(head_dim // 2, dtype=torch.float64) * 2 / head_dim)
@@ -73,3 +76,97 @@ def test_a_turned_row_does_not_depend_on_its_neighbours() -> None:
         for count in (1, 2, 3, 5):
             piece = slice(start, start + count)
             assert torch.equal(rotate(x[piece].clone(), turns[piece].clone()), whole[piece])
+
+
+def turned(x: Tensor, spec: RopeSpec) -> Tensor:
+    """The checkpoint's order in and out."""
+    num_tokens, _, head_dim = x.shape
+    order = pair_order(head_dim, spec)
+    out = torch.empty_like(x)
+    turns = RopeTable(spec, head_dim).at(torch.arange(num_tokens), num_tokens)
+    out[..., order] = rotate(x[..., order], turns)
+    return out
+
+
+def test_a_part_of_the_head_turns_and_the_rest_stays() -> None:
+    x = torch.randn(30, 2, 48)
+    ours = turned(x, RopeSpec(theta=1e4, rotary_dim=16))
+    assert torch.equal(ours[..., 16:], x[..., 16:])
+    alone = turned(x[..., :16].contiguous(), RopeSpec(theta=1e4))
+    torch.testing.assert_close(ours[..., :16], alone, rtol=0, atol=1e-6)
+    assert not torch.equal(ours[1:, :, :16], x[1:, :, :16])
+
+
+def test_neighbours_turn_as_halves_do_in_another_order() -> None:
+    x = torch.randn(30, 2, 32)
+    halves = torch.cat([x[..., ::2], x[..., 1::2]], dim=-1)
+    ours = turned(x, RopeSpec(theta=1e4, pairs="neighbours"))
+    expected = turned(halves, RopeSpec(theta=1e4))
+    torch.testing.assert_close(
+        torch.cat([ours[..., ::2], ours[..., 1::2]], dim=-1), expected, rtol=0, atol=1e-6
+    )
+    assert torch.equal(pair_order(32, RopeSpec(theta=1e4, pairs="neighbours")), torch.arange(32))
+    assert torch.equal(pair_order(32, None), torch.arange(32))
+
+
+YARNS = [
+    YarnScaling(factor=32.0, original_context_tokens=4096, is_truncated=False),
+    YarnScaling(factor=40.0, original_context_tokens=4096, mscale=1.0, mscale_all_dim=0.7),
+    YarnScaling(factor=4.0, original_context_tokens=32768, beta_fast=16.0, beta_slow=2.0),
+    YarnScaling(factor=1.0, original_context_tokens=1 << 30),
+]
+
+
+@pytest.mark.parametrize("scaling", YARNS)
+def test_yarn_is_transformers(scaling: YarnScaling) -> None:
+    llama = pytest.importorskip("transformers").LlamaConfig(
+        head_dim=64,
+        max_position_embeddings=int(scaling.factor * scaling.original_context_tokens),
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_context_tokens,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.is_truncated,
+            "mscale": scaling.mscale,
+            "mscale_all_dim": scaling.mscale_all_dim,
+        },
+    )
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](llama, device="cpu")
+    spec = RopeSpec(theta=150_000.0, scaling=scaling)
+    torch.testing.assert_close(inverse_frequencies(spec, 64), expected, rtol=2e-6, atol=0)
+    assert attention_factor(spec) == pytest.approx(factor)
+    turns = RopeTable(spec, 64).at(torch.arange(9), 9)
+    torch.testing.assert_close(turns.abs(), torch.full((9, 1, 32), factor), rtol=1e-6, atol=0)
+
+
+def test_yarns_factor_leaves_dimensions_that_do_not_turn() -> None:
+    spec = RopeSpec(theta=1e4, scaling=YARNS[0], rotary_dim=8)
+    x = torch.randn(5, 1, 24)
+    assert torch.equal(turned(x, spec)[..., 8:], x[..., 8:])
+
+
+def test_rows_shared_among_threads_keep_their_bits() -> None:
+    head_dim, num_heads = 24, 60
+    num_tokens = 3 * MAX_SERIAL_PAIRS // (head_dim // 2 * num_heads)
+    x = torch.randn(num_tokens, num_heads, head_dim)
+    turns = RopeTable(RopeSpec(theta=1e4), head_dim).at(torch.arange(num_tokens), num_tokens)
+    alone = torch.cat([rotate(x[row : row + 1], turns[row : row + 1]) for row in range(num_tokens)])
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3, 7):
+            torch.set_num_threads(count)
+            assert torch.equal(rotate(x, turns), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_slice_of_rows_turns_as_a_copy_does() -> None:
+    rows, positions = torch.randn(20, 96), torch.arange(20)
+    turns = RopeTable(RopeSpec(theta=1e4), 16).at(positions, 20)
+    part = rows[:, 32:80].unflatten(1, (3, 16))
+    assert torch.equal(rotate(part, turns), rotate(part.contiguous(), turns))
