@@ -123,7 +123,7 @@ def rotate(x_THK: Tensor, turns_T1K: Tensor) -> Tensor:
 
     `x_THK` may be a slice of contiguous rows. Its pairs are neighbours in memory.
     """
-    pairs_THK = torch.view_as_complex(x_THK.unflatten(-1, (-1, 2)))
+    pairs_THK = torch.view_as_complex(x_THK.view(*x_THK.shape[:-1], -1, 2))
     if pairs_THK.numel() <= MAX_SERIAL_PAIRS:
         return torch.view_as_real(pairs_THK * turns_T1K).flatten(-2)
     # A vector of pairs rounds otherwise than a single pair, so no thread's share may begin inside a

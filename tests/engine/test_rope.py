@@ -168,5 +168,5 @@ def test_rows_shared_among_threads_keep_their_bits() -> None:
 def test_a_slice_of_rows_turns_as_a_copy_does() -> None:
     rows, positions = torch.randn(20, 96), torch.arange(20)
     turns = RopeTable(RopeSpec(theta=1e4), 16).at(positions, 20)
-    part = rows[:, 32:80].unflatten(1, (3, 16))
+    part = rows[:, 32:80].view(20, 3, 16)
     assert torch.equal(rotate(part, turns), rotate(part.contiguous(), turns))

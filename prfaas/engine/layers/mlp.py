@@ -1,15 +1,17 @@
-"""The gated feed-forward layer.
+"""The dense feed-forward layers, and the activations of all layers.
 
 Shapes: T tokens, D model dim, F feed-forward dim.
 """
 
 import math
+from collections.abc import Callable
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
-from prfaas.engine.config import Activation
 from prfaas.engine.linear import Linear
+from prfaas.engine.model_spec import Activation
 
 SLAB_ROWS = 192
 """Rows computed at once: their activations stay in cache. Any row count that
@@ -17,29 +19,81 @@ the linear layers accept stays one after taking this many away."""
 GELU_LINEAR = -2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = GELU_LINEAR * 0.044715
 _GELU_LINEAR = torch.tensor([GELU_LINEAR])
+CLAMP = 7.0
+"""gpt-oss keeps its gate below it, and up within it either way."""
+CLAMPED_SLOPE = 1.702
 
 
 class GatedMlp:
-    """down(act(gate(x)) * up(x)), with gate and up in one matrix."""
+    """down(act(gate_scale * gate(x)) * up(x)) * down_scale, with gate and up in one matrix."""
 
     def __init__(
-        self, gate_up_proj: Linear, down_proj: Linear, activation: Activation, num_hidden: int
+        self,
+        gate_up_proj: Linear,
+        down_proj: Linear,
+        activation: Activation,
+        num_hidden: int,
+        *,
+        gate_scale: float = 1.0,
+        down_scale: float = 1.0,
     ) -> None:
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
-        self._activate = gelu_tanh if activation == "gelu_tanh" else silu
+        self._is_clamped = activation == "clamped_silu"
+        self._activate = _activation(activation)
         self._num_hidden = num_hidden
+        self._gate_scale = gate_scale
+        self._down_scale = down_scale
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Return the output rows; `x_TD` has a row count that the linear layers accept."""
-        if len(x_TD) <= SLAB_ROWS:
-            return self._slab(x_TD)
-        return torch.cat([self._slab(slab) for slab in torch.split(x_TD, SLAB_ROWS)])
+        return _in_slabs(self._slab, x_TD)
 
     def _slab(self, x_TD: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x_TD)
-        hidden_TF = self._activate(gate_up[:, : self._num_hidden])
-        return self.down_proj(hidden_TF.mul_(gate_up[:, self._num_hidden :]))
+        gate_TF, up_TF = gate_up[:, : self._num_hidden], gate_up[:, self._num_hidden :]
+        if self._gate_scale != 1.0:
+            gate_TF = gate_TF * self._gate_scale
+        if self._is_clamped:
+            up_TF = up_TF.clamp(-CLAMP, CLAMP).add_(1.0)
+        out_TD = self.down_proj(self._activate(gate_TF).mul_(up_TF))
+        return out_TD if self._down_scale == 1.0 else out_TD.mul_(self._down_scale)
+
+
+class PlainMlp:
+    """down(act(up(x))): a feed-forward without a gate (Nemotron-H)."""
+
+    def __init__(self, up_proj: Linear, down_proj: Linear, activation: Activation) -> None:
+        self.up_proj = up_proj
+        self.down_proj = down_proj
+        self._activate = _activation(activation)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """Return the output rows; `x_TD` has a row count that the linear layers accept."""
+        return _in_slabs(self._slab, x_TD)
+
+    def _slab(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(self._activate(self.up_proj(x_TD)))
+
+
+def _in_slabs(compute: Callable[[Tensor], Tensor], x_TD: Tensor) -> Tensor:
+    if len(x_TD) <= SLAB_ROWS:
+        return compute(x_TD)
+    return torch.cat([compute(slab) for slab in torch.split(x_TD, SLAB_ROWS)])
+
+
+def _activation(name: Activation) -> Callable[[Tensor], Tensor]:
+    match name:
+        case "silu":
+            return silu
+        case "gelu_tanh":
+            return gelu_tanh
+        case "relu2":
+            return relu2
+        case "clamped_silu":
+            return clamped_silu
+        case _:
+            assert_never(name)
 
 
 # torch's own silu, sigmoid and gelu round the last elements of a tensor in another way than the
@@ -48,7 +102,12 @@ class GatedMlp:
 
 def silu(x: Tensor) -> Tensor:
     """Return x * sigmoid(x) as a new contiguous tensor."""
-    return x / torch.neg(x).contiguous().exp_().add_(1.0)
+    return x / inverse_sigmoid(x)
+
+
+def inverse_sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / sigmoid(x), which is infinite below -89, as a new contiguous tensor."""
+    return torch.neg(x).contiguous().exp_().add_(1.0)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -58,3 +117,15 @@ def gelu_tanh(x: Tensor) -> Tensor:
     """
     inner = torch.addcmul(_GELU_LINEAR, x, x, value=GELU_CUBIC).mul_(x)
     return x / inner.exp_().add_(1.0)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Return max(x, 0)^2 as a new contiguous tensor."""
+    positive = x.clamp(min=0.0).contiguous()
+    return positive.mul_(positive)
+
+
+def clamped_silu(x: Tensor) -> Tensor:
+    """Return min(x, 7) * sigmoid(1.702 min(x, 7)) as a new contiguous tensor (gpt-oss)."""
+    low = x.clamp(max=CLAMP).contiguous()
+    return low.div_((low * -CLAMPED_SLOPE).exp_().add_(1.0))

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from prfaas.engine.layers.mlp import SLAB_ROWS, GatedMlp, gelu_tanh, silu
+from prfaas.engine.layers.mlp import (
+    SLAB_ROWS,
+    GatedMlp,
+    PlainMlp,
+    clamped_silu,
+    gelu_tanh,
+    inverse_sigmoid,
+    relu2,
+    silu,
+)
 from prfaas.engine.linear import Packing, padded_rows
 
 
@@ -15,7 +24,17 @@ def reference_gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-ACTIVATIONS = [(gelu_tanh, reference_gelu), (silu, F.silu)]
+def reference_clamped(x: Tensor) -> Tensor:
+    low = x.clamp(max=7.0)
+    return low * torch.sigmoid(1.702 * low)
+
+
+ACTIVATIONS = [
+    (gelu_tanh, reference_gelu),
+    (silu, F.silu),
+    (relu2, lambda x: F.relu(x).square()),
+    (clamped_silu, reference_clamped),
+]
 EXTREMES = [-1e4, -100.0, -20.0, -1e-3, -0.0, 0.0, 1e-30, 1e-3, 20.0, 100.0, 1e4]
 
 
@@ -49,6 +68,43 @@ def test_slabs_do_not_change_rows() -> None:
     gate, up = (x.double() @ gate_up.T.double()).chunk(2, dim=-1)
     expected = (F.silu(gate) * up) @ down.T.double()
     torch.testing.assert_close(mlp(x).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_sigmoids_denominator_is_infinite_at_worst() -> None:
+    x = torch.tensor([*EXTREMES, -89.0, 0.5])
+    sigmoid = 1.0 / inverse_sigmoid(x)
+    torch.testing.assert_close(sigmoid.double(), x.double().sigmoid(), rtol=2e-6, atol=1e-37)
+
+
+def test_a_gated_layer_scales_its_gate_and_its_output() -> None:
+    gate_up, down = torch.randn(2 * 24, 32), torch.randn(32, 24)
+    mlp = GatedMlp(
+        lambda x: x @ gate_up.T, lambda x: x @ down.T, "silu", 24, gate_scale=0.3, down_scale=1.7
+    )
+    x = torch.randn(8, 32)
+    gate, up = (x.double() @ gate_up.T.double()).chunk(2, dim=-1)
+    expected = (F.silu(0.3 * gate) * up) @ down.T.double() * 1.7
+    torch.testing.assert_close(mlp(x).double(), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_clamped_layer_is_gpt_oss() -> None:
+    gate_up, down = torch.randn(2 * 24, 32), torch.randn(32, 24)
+    mlp = GatedMlp(lambda x: x @ gate_up.T, lambda x: x @ down.T, "clamped_silu", 24)
+    x = torch.randn(8, 32) * 2
+    gate, up = (x.double() @ gate_up.T.double()).chunk(2, dim=-1)
+    assert gate.max() > 7
+    assert up.abs().max() > 7
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    expected = ((up + 1) * gate * torch.sigmoid(gate * 1.702)) @ down.T.double()
+    torch.testing.assert_close(mlp(x).double(), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_plain_layer_has_no_gate() -> None:
+    up, down = torch.randn(24, 32), torch.randn(32, 24)
+    mlp = PlainMlp(lambda x: x @ up.T, lambda x: x @ down.T, "relu2")
+    x = torch.randn(SLAB_ROWS + 8, 32)
+    expected = F.relu(x.double() @ up.T.double()).square() @ down.T.double()
+    torch.testing.assert_close(mlp(x).double(), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("packing", ["fbgemm-fp16", "onednn-f32", "padded-f32"])
