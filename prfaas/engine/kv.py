@@ -1,13 +1,14 @@
-"""The working copy of one layer's keys and values of one sequence.
+"""The working copy of what one attention layer keeps of one sequence.
 
 Full-attention layers keep every token. Window layers keep the last window and what a forward adds
 to it; older tokens are dropped when room is needed. Buffers lie on the absolute grid of the
 attention kernel (KEY_BLOCK), and every byte of a visible block is finite: an unwritten key is masked,
 but its value is still multiplied by zero.
 
-Shapes: H KV heads, C capacity in tokens, T tokens, K head dim.
+Shapes: H KV heads, C capacity in tokens, T tokens, K a buffer's width.
 """
 
+from collections.abc import Sequence
 from copy import copy
 
 import numpy as np
@@ -16,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prfaas.engine.attention import KEY_BLOCK, KeySpan
-from prfaas.engine.mixer_spec import GqaSpec
+from prfaas.engine.mixer_spec import GqaSpec, MixerSpec, MlaSpec, ParallelSpec
 
+AttentionSpec = GqaSpec | MlaSpec
 Array = NDArray[np.float32]
 
 WINDOW_SLACK_TOKENS = 1024
@@ -25,113 +27,116 @@ WINDOW_SLACK_TOKENS = 1024
 FLOAT32_BYTES = 4
 
 
-def layer_capacity(layer: GqaSpec, capacity_tokens: int) -> int:
-    """Return the tokens of one layer's buffer in a sequence of up to `capacity_tokens`."""
+def attention_of(spec: MixerSpec) -> AttentionSpec | None:
+    """Return the mixer's softmax attention, None if it has none."""
+    attention = spec.attention if isinstance(spec, ParallelSpec) else spec
+    return attention if isinstance(attention, GqaSpec | MlaSpec) else None
+
+
+def layer_capacity(layer: AttentionSpec, capacity_tokens: int) -> int:
+    """Return the tokens of one layer's buffers in a sequence of up to `capacity_tokens`."""
     if layer.window_tokens is not None:
         capacity_tokens = min(capacity_tokens, layer.window_tokens + WINDOW_SLACK_TOKENS)
     return _ceil(capacity_tokens)
 
 
 class LayerKv:
-    """K and V of one layer: kv[0] and kv[1], [H, C, K], of positions base_tokens + 0, 1, ...
+    """One layer's buffers, [H, C, K] each, of positions base_tokens + 0, 1, ...
 
-    One buffer, seen by attention as tensors and by what copies in and out as an array: for the few
+    Grouped-query attention has two, K and V, whose widths may differ. Latent attention has one,
+    [1, C, latent and rotated key]: its values are the first columns of its keys.
+
+    A buffer is seen by attention as a tensor and by what copies in and out as an array: for the few
     KiB of a single token an array copy costs a tenth of a tensor's.
     """
 
-    def __init__(self, spec: GqaSpec, capacity_tokens: int, margin_tokens: int) -> None:
+    def __init__(self, spec: AttentionSpec, capacity_tokens: int, margin_tokens: int) -> None:
         self.spec = spec
         self._margin_tokens = margin_tokens
         self._end_tokens = 0  # tokens are written up to here
         self._finite_tokens = 0  # from base_tokens up to here no byte is uninitialised
         self._hold(self._empty(layer_capacity(spec, capacity_tokens)), 0)
 
-    def _empty(self, capacity_tokens: int) -> Tensor:
-        return torch.empty(2, self.spec.num_kv_heads, capacity_tokens, self.spec.head_dim)
+    def _empty(self, capacity_tokens: int) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.empty(num_heads, capacity_tokens, width)
+            for num_heads, width in _buffer_shapes(self.spec)
+        )
 
-    def _hold(self, kv_2HCK: Tensor, base_tokens: int) -> None:
-        self.kv_2HCK = kv_2HCK
+    def _hold(self, buffers: tuple[Tensor, ...], base_tokens: int) -> None:
+        self.buffers = buffers
         self.base_tokens = base_tokens
-        self._array_2HCK: Array = kv_2HCK.numpy()
-        self._span = KeySpan(kv_2HCK[0], kv_2HCK[1], base_tokens)
+        self._arrays: tuple[Array, ...] = tuple(buffer.numpy() for buffer in buffers)
+        self._span = _span(self.spec, buffers, base_tokens)
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that fit the buffer."""
-        return self.kv_2HCK.shape[2]
+        """Tokens that fit the buffers."""
+        return self.buffers[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     @property
     def span(self) -> KeySpan:
-        """The whole buffer, for attention; void once the layer is written again."""
+        """All that is held, for attention; void once the layer is written again."""
         return self._span
 
-    def write(self, start: int, k_THK: Array, v_THK: Array) -> None:
-        """Put the K and V of positions start, start + 1, ...; what follows them is void."""
-        room_2HTK = self._room(start, len(k_THK))
-        room_2HTK[0] = k_THK.swapaxes(0, 1)
-        room_2HTK[1] = v_THK.swapaxes(0, 1)
-        self._end_tokens = start + len(k_THK)
+    def write(self, start: int, *rows_THK: Array) -> None:
+        """Put positions start, start + 1, ...: K and V, or the latent; what follows them is void."""
+        num_tokens = len(rows_THK[0])
+        room = self._room(start, num_tokens)
+        for room_HTK, row_THK in zip(room, rows_THK, strict=True):
+            room_HTK[:] = row_THK.swapaxes(0, 1)
+        self._end_tokens = start + num_tokens
 
-    def load(self, start: int, num_tokens: int) -> Array:
-        """Return room [2, H, num_tokens, K] for tokens made elsewhere, to be filled at once.
-
-        Blocks of one window may come in any order.
-
-        Raises:
-            ValueError: the tokens lie before the window, or beyond the capacity.
-        """
-        if self._end_tokens == 0:
-            self._hold(self.kv_2HCK, self._first_kept(start))
-            self._finite_tokens = self.base_tokens
-        if start < self.base_tokens:
-            raise ValueError(f"token {start} lies before the first kept, {self.base_tokens}")
-        room_2HTK = self._room(start, num_tokens)
-        self._end_tokens = max(self._end_tokens, start + num_tokens)
-        return room_2HTK
-
-    def read(self, start: int, num_tokens: int) -> Array:
-        """Return the K and V of positions start, ..., [2, H, num_tokens, K]; a view.
+    def write_to(self, start: int, num_tokens: int, out: memoryview) -> None:
+        """Write positions start, ... to `out` as a page holds them: K, then V, each [H, T, K].
 
         Raises:
-            ValueError: they are not all here.
+            ValueError: the tokens are not all here, or `out` has another size.
         """
+        page = self._page(num_tokens, out)
         if not self.base_tokens <= start <= start + num_tokens <= self._end_tokens:
             raise ValueError(
                 f"tokens {start}..{start + num_tokens} asked of a buffer that holds "
                 f"{self.base_tokens}..{self._end_tokens}"
             )
         first = start - self.base_tokens
-        return self._array_2HCK[:, :, first : first + num_tokens]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer."""
-        return self.kv_2HCK.nbytes
-
-    def write_to(self, start: int, num_tokens: int, out: memoryview) -> None:
-        """Write positions start, ... to `out` as a page holds them: K, then V, each [H, T, K].
-
-        Raises:
-            ValueError: the tokens are not here, or `out` has another size.
-        """
-        self._page(num_tokens, out)[:] = self.read(start, num_tokens)
+        for page_HTK, array_HCK in zip(page, self._arrays, strict=True):
+            page_HTK[:] = array_HCK[:, first : first + num_tokens]
 
     def read_from(self, start: int, num_tokens: int, data: memoryview) -> None:
         """Read what write_to wrote; blocks of one window may come in any order.
 
         Raises:
-            ValueError: `data` has another size, or the tokens lie before the window.
+            ValueError: `data` has another size, or the tokens lie before the window or beyond the
+                capacity.
         """
-        page_2HTK = self._page(num_tokens, data)
-        self.load(start, num_tokens)[:] = page_2HTK
+        page = self._page(num_tokens, data)
+        if self._end_tokens == 0:
+            self._hold(self.buffers, self._first_kept(start))
+            self._finite_tokens = self.base_tokens
+        if start < self.base_tokens:
+            raise ValueError(f"token {start} lies before the first kept, {self.base_tokens}")
+        for room_HTK, page_HTK in zip(self._room(start, num_tokens), page, strict=True):
+            room_HTK[:] = page_HTK
+        self._end_tokens = max(self._end_tokens, start + num_tokens)
 
-    def _page(self, num_tokens: int, data: memoryview) -> Array:
-        spec = self.spec
-        expected = num_tokens * spec.values_per_token * FLOAT32_BYTES
+    def _page(self, num_tokens: int, data: memoryview) -> list[Array]:
+        """Return the page's part of each buffer, [H, T, K]; views of `data`."""
+        expected = num_tokens * self.spec.values_per_token * FLOAT32_BYTES
         if data.nbytes != expected:
             raise ValueError(f"a page of {data.nbytes} bytes; {num_tokens} tokens take {expected}")
-        page = np.frombuffer(data, dtype=np.float32)
-        return page.reshape(2, spec.num_kv_heads, num_tokens, spec.head_dim)
+        values = np.frombuffer(data, dtype=np.float32)
+        parts, start = [], 0
+        for num_heads, width in _buffer_shapes(self.spec):
+            stop = start + num_heads * num_tokens * width
+            parts.append(values[start:stop].reshape(num_heads, num_tokens, width))
+            start = stop
+        return parts
 
     def truncate(self, num_tokens: int) -> None:
         """Void everything from position `num_tokens` on.
@@ -160,11 +165,12 @@ class LayerKv:
             self.reallocate(wanted_tokens)
 
     def reallocate(self, capacity_tokens: int) -> None:
-        """Move what is held to a buffer of `capacity_tokens`, which must be enough for it."""
-        held = self.kv_2HCK[:, :, : self._finite_tokens - self.base_tokens]
-        buffer_2HCK = self._empty(capacity_tokens)
-        buffer_2HCK[:, :, : held.shape[2]] = held
-        self._hold(buffer_2HCK, self.base_tokens)
+        """Move what is held to buffers of `capacity_tokens`, which must be enough for it."""
+        num_held = self._finite_tokens - self.base_tokens
+        buffers = self._empty(capacity_tokens)
+        for buffer_HCK, old_HCK in zip(buffers, self.buffers, strict=True):
+            buffer_HCK[:, :num_held] = old_HCK[:, :num_held]
+        self._hold(buffers, self.base_tokens)
 
     def _first_kept(self, num_tokens: int) -> int:
         """The first position still wanted when the sequence goes on at `num_tokens`.
@@ -176,32 +182,50 @@ class LayerKv:
         first = num_tokens - (self.spec.window_tokens - 1) - self._margin_tokens
         return max(0, first) // KEY_BLOCK * KEY_BLOCK
 
-    def _room(self, start: int, num_tokens: int) -> Array:
+    def _room(self, start: int, num_tokens: int) -> list[Array]:
+        """Return room in each buffer, [H, num_tokens, K], to be filled at once."""
         end, block_end = start + num_tokens, _ceil(start + num_tokens)
         if block_end - self.base_tokens > self.capacity_tokens:
             self._make_room(start, block_end)
         base = self.base_tokens
         if block_end > self._finite_tokens:
-            self._array_2HCK[:, :, max(0, self._finite_tokens - base) : start - base] = 0.0
-            self._array_2HCK[:, :, end - base : block_end - base] = 0.0
+            for array_HCK in self._arrays:
+                array_HCK[:, max(0, self._finite_tokens - base) : start - base] = 0.0
+                array_HCK[:, end - base : block_end - base] = 0.0
             self._finite_tokens = block_end
-        return self._array_2HCK[:, :, start - base : end - base]
+        return [array_HCK[:, start - base : end - base] for array_HCK in self._arrays]
 
     def _make_room(self, start: int, end: int) -> None:
-        """Drop what no query from `start` on sees; grow a window's buffer for a long forward."""
+        """Drop what no query from `start` on sees; grow a window's buffers for a long forward."""
         base = max(self.base_tokens, self._first_kept(start))
         held_end = max(base, min(self._finite_tokens, _ceil(start)))
-        held = self.kv_2HCK[:, :, base - self.base_tokens : held_end - self.base_tokens]
-        buffer_2HCK = self.kv_2HCK
-        if end - base <= self.capacity_tokens:
-            held = held.clone()  # it may overlap its new place
-        elif self.spec.window_tokens is None:
-            raise ValueError(f"{end} tokens in a sequence of {self.capacity_tokens}")
-        else:
-            buffer_2HCK = self._empty(end - base + KEY_BLOCK)
-        buffer_2HCK[:, :, : held.shape[2]] = held
+        held = slice(base - self.base_tokens, held_end - self.base_tokens)
+        buffers, is_moved = self.buffers, end - base > self.capacity_tokens
+        if is_moved:
+            if self.spec.window_tokens is None:
+                raise ValueError(f"{end} tokens in a sequence of {self.capacity_tokens}")
+            buffers = self._empty(end - base + KEY_BLOCK)
+        for buffer_HCK, old_HCK in zip(buffers, self.buffers, strict=True):
+            held_HCK = old_HCK[:, held]
+            # In the same buffer it may overlap its new place.
+            buffer_HCK[:, : held_end - base] = held_HCK if is_moved else held_HCK.clone()
         self._finite_tokens = held_end
-        self._hold(buffer_2HCK, base)
+        self._hold(buffers, base)
+
+
+def _buffer_shapes(spec: AttentionSpec) -> tuple[tuple[int, int], ...]:
+    """Return (heads, width) of each buffer."""
+    if isinstance(spec, MlaSpec):
+        return ((1, spec.latent_dim + spec.rope_dim),)
+    return ((spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.value_dim))
+
+
+def _span(spec: AttentionSpec, buffers: Sequence[Tensor], base_tokens: int) -> KeySpan:
+    if isinstance(spec, MlaSpec):
+        (latent_1CK,) = buffers
+        return KeySpan(latent_1CK, latent_1CK[..., : spec.latent_dim], base_tokens)
+    keys_HCK, values_HCK = buffers
+    return KeySpan(keys_HCK, values_HCK, base_tokens)
 
 
 def _ceil(num_tokens: int) -> int:

@@ -9,18 +9,19 @@ from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
-from prfaas.engine.kv import FLOAT32_BYTES, LayerKv, layer_capacity
-from prfaas.engine.mixer_spec import GqaSpec, MixerSpec, ParallelSpec
+from prfaas.engine.kv import FLOAT32_BYTES, LayerKv, attention_of, layer_capacity
+from prfaas.engine.mixer_spec import MixerSpec
 
 if TYPE_CHECKING:
     from prfaas.engine.states import LayerState
 
 
-def capacity_bytes(layers: Sequence[GqaSpec], capacity_tokens: int) -> int:
-    """Return the bytes of a sequence's working copy in all layers."""
+def capacity_bytes(layers: Sequence[MixerSpec], capacity_tokens: int) -> int:
+    """Return the bytes of the buffers of a sequence's working copy in all attention layers."""
     return sum(
-        layer_capacity(layer, capacity_tokens) * layer.values_per_token * FLOAT32_BYTES
-        for layer in layers
+        layer_capacity(attention, capacity_tokens) * attention.values_per_token * FLOAT32_BYTES
+        for attention in map(attention_of, layers)
+        if attention is not None
     )
 
 
@@ -126,10 +127,8 @@ class SequenceKv:
 
 
 def _new_kv(spec: MixerSpec, capacity_tokens: int, block_tokens: int) -> LayerKv | None:
-    attention = spec.attention if isinstance(spec, ParallelSpec) else spec
-    if not isinstance(attention, GqaSpec):
-        return None
-    return LayerKv(attention, capacity_tokens, block_tokens)
+    attention = attention_of(spec)
+    return None if attention is None else LayerKv(attention, capacity_tokens, block_tokens)
 
 
 def _new_state(spec: MixerSpec, replay_dim: int | None) -> LayerState | None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from prfaas.cache.spec import needed_blocks
 from prfaas.engine.attention import KEY_BLOCK
 from prfaas.engine.config import kv_groups, model_from_hf
-from prfaas.engine.mixer_spec import GqaSpec
-from prfaas.engine.kv import Array
+from prfaas.engine.kv import Array, AttentionSpec, LayerKv
+from prfaas.engine.mixer_spec import GqaSpec, MlaSpec
 from prfaas.engine.rope_spec import RopeSpec
 from prfaas.engine.sequence_kv import SequenceKv, capacity_bytes
 from tests.tiny_models import tiny_config
@@ -45,8 +45,12 @@ def values(start: int, stop: int) -> Array:
     return position + np.arange(HEADS * HEAD_DIM, dtype=np.float32).reshape(HEADS, HEAD_DIM)
 
 
+def attention_layers(kv: SequenceKv) -> list[LayerKv]:
+    return [kv.kv_of(layer) for layer in range(len(kv.layers))]
+
+
 def write(kv: SequenceKv, stop: int) -> None:
-    for layer in kv.layers:
+    for layer in attention_layers(kv):
         layer.write(kv.num_tokens, values(kv.num_tokens, stop), -values(kv.num_tokens, stop))
     kv.num_tokens = stop
 
@@ -71,9 +75,7 @@ def expected_page(block: int, num_tokens: int) -> bytes:
 
 def needed(layer: int, num_tokens: int) -> list[tuple[int, int]]:
     """(block, tokens in it) that the cache asks for at `num_tokens`."""
-    config = model_from_hf(
-        tiny_config("gemma3") | {"sliding_window": LAYERS[WINDOW].window_tokens}
-    )
+    config = model_from_hf(tiny_config("gemma3") | {"sliding_window": LAYERS[WINDOW].window_tokens})
     group = kv_groups(config, BLOCK_TOKENS).groups[layer]
     return [
         (block, min(BLOCK_TOKENS, num_tokens - block * BLOCK_TOKENS))
@@ -128,30 +130,33 @@ def test_import_undoes_export_in_any_order(
 @settings(max_examples=60, deadline=None)
 def test_no_visible_value_is_uninitialised(stops: list[int]) -> None:
     kv = new_kv(stops[-1])
-    for layer in kv.layers:
-        layer.kv_2HCK.fill_(float("nan"))
+    for layer in attention_layers(kv):
+        for buffer in layer.buffers:
+            buffer.fill_(float("nan"))
     for stop in stops:
         write(kv, stop)
-    for layer in kv.layers:
+    for layer in attention_layers(kv):
         block_end = -(-kv.num_tokens // KEY_BLOCK) * KEY_BLOCK - layer.base_tokens
         assert layer.base_tokens % KEY_BLOCK == 0
-        assert layer.kv_2HCK[:, :, :block_end].isfinite().all()
+        assert all(buffer[:, :block_end].isfinite().all() for buffer in layer.buffers)
 
 
 def test_no_visible_value_is_uninitialised_after_an_import() -> None:
     source, target = filled(1000), new_kv()
-    target.kv_of(WINDOW).kv_2HCK.fill_(float("nan"))
+    for buffer in target.kv_of(WINDOW).buffers:
+        buffer.fill_(float("nan"))
     for block, count in needed(WINDOW, 1000):
         page = export(source, WINDOW, block, count)
         target.import_block(WINDOW, block, count, memoryview(page))
     layer = target.kv_of(WINDOW)
-    assert layer.kv_2HCK[:, :, : 1024 - layer.base_tokens].isfinite().all()
+    for buffer in layer.buffers:
+        assert buffer[:, : 1024 - layer.base_tokens].isfinite().all()
 
 
 def test_window_layers_stay_small() -> None:
     kv = filled(*range(100, 5001, 100))
-    assert kv.kv_of(WINDOW).kv_2HCK.shape[2] < 1500
-    assert kv.kv_of(FULL).kv_2HCK.shape[2] >= 5000
+    assert kv.kv_of(WINDOW).capacity_tokens < 1500
+    assert kv.kv_of(FULL).capacity_tokens >= 5000
     assert kv.nbytes == capacity_bytes(LAYERS, 6000)
 
 
@@ -160,7 +165,7 @@ def test_a_fork_goes_its_own_way() -> None:
     other = kv.fork()
     write(other, 60)
     assert kv.num_tokens == 40
-    for layer in kv.layers:
+    for layer in attention_layers(kv):
         layer.write(40, values(0, 1), values(0, 1))
     for layer_index in (FULL, WINDOW):
         assert export(other, layer_index, 2, BLOCK_TOKENS) == expected_page(2, BLOCK_TOKENS)
@@ -205,3 +210,62 @@ def test_what_is_not_there_is_an_error() -> None:
         kv.export_block(FULL, 0, 1, memoryview(bytearray(3)))
     with pytest.raises(ValueError, match="in a sequence of"):
         write(kv, 7000)
+
+
+MIMO = GqaSpec(
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    value_head_dim=4,
+    scale=1.0,
+    rope=None,
+    window_tokens=20,
+)
+LATENT = MlaSpec(
+    num_heads=4, latent_dim=6, rope_dim=2, nope_dim=4, value_dim=3, scale=1.0, rope=None
+)
+
+
+def random_rows(spec: AttentionSpec, num_tokens: int) -> list[Array]:
+    generator = np.random.default_rng(0)
+    shapes = [(1, 8)] if isinstance(spec, MlaSpec) else [(2, 6), (2, 4)]
+    return [
+        generator.random((num_tokens, heads, width), dtype=np.float32) for heads, width in shapes
+    ]
+
+
+@given(cuts=st.sets(st.integers(1, 399), max_size=5), data=st.data())
+@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize("spec", [MIMO, LATENT])
+def test_pages_of_any_widths_hold_keys_then_values(
+    spec: AttentionSpec, cuts: set[int], data: st.DataObject
+) -> None:
+    num_tokens, rows = 400, random_rows(spec, 400)
+    source, target = (LayerKv(spec, num_tokens, BLOCK_TOKENS) for _ in range(2))
+    for start, stop in pairwise([0, *sorted(cuts), num_tokens]):
+        source.write(start, *(part[start:stop] for part in rows))
+    first = (num_tokens - spec.kept_tokens(num_tokens)) // BLOCK_TOKENS
+    blocks = range(first, num_tokens // BLOCK_TOKENS)
+    for block in data.draw(st.permutations(list(blocks))):
+        start, stop = block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS
+        page = bytearray(BLOCK_TOKENS * spec.values_per_token * 4)
+        source.write_to(start, BLOCK_TOKENS, memoryview(page))
+        assert page == b"".join(part[start:stop].swapaxes(0, 1).tobytes() for part in rows)
+        target.read_from(start, BLOCK_TOKENS, memoryview(page))
+    target.truncate(num_tokens)
+    seen = slice(first * BLOCK_TOKENS, num_tokens)
+    for layer in (source, target, target.fork()):
+        held = slice(seen.start - layer.base_tokens, seen.stop - layer.base_tokens)
+        keys, values = layer.span.keys[:, held], layer.span.values[:, held]
+        assert np.array_equal(keys.numpy(), rows[0][seen].swapaxes(0, 1))
+        expected = rows[-1][seen, :, : values.shape[-1]]
+        assert np.array_equal(values.numpy(), expected.swapaxes(0, 1))
+        assert layer.span.first_key == layer.base_tokens
+
+
+def test_a_latent_is_held_once() -> None:
+    layer = LayerKv(LATENT, 1000, BLOCK_TOKENS)
+    assert layer.nbytes == layer.capacity_tokens * LATENT.values_per_token * 4
+    assert layer.span.keys.shape == (1, layer.capacity_tokens, 8)
+    assert layer.span.values.shape == (1, layer.capacity_tokens, 6)
+    assert layer.span.values.data_ptr() == layer.span.keys.data_ptr()
