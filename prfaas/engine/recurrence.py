@@ -68,8 +68,7 @@ def run(core: Recurrence, rows_TR: Tensor, batch: Batch, layer: int, out_TX: Ten
     """
     walks: list[_Walk] = []
     for rows, segment in batch.parts:
-        layer_state = segment.kv.states[layer]
-        assert layer_state is not None, f"layer {layer} has no state"
+        layer_state = segment.kv.state_of(layer)
         position = segment.kv.num_tokens
         if layer_state.replay_dim is not None:
             _replay(core, rows_TR[rows], layer_state, position, out_TX[rows])

@@ -7,48 +7,19 @@ forward that failed can be run again from where it began.
 
 import math
 from collections.abc import Sequence
-from copy import copy
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from prfaas.engine.mixer_spec import (
-    STATE_DTYPE_BYTES,
-    GdnSpec,
-    KdaSpec,
-    LightningSpec,
-    Mamba2Spec,
-    MixerSpec,
-    ParallelSpec,
-)
+from prfaas.engine.chunk_grid import CHUNK_TOKENS, replay_dim
+from prfaas.engine.mixer_spec import STATE_DTYPE_BYTES, MixerSpec
 
-CHUNK_TOKENS = 64
-"""Linear mixers compute a prompt in chunks between the multiples of this many positions."""
+__all__ = ["CHUNK_TOKENS", "LayerState", "State", "replay_dim"]
 
 State = tuple[Tensor, ...]
 """Float32, contiguous; in the order of the spec's states: convolution rows, then the recurrence."""
-
-
-def replay_dim(spec: MixerSpec) -> int | None:
-    """Return the width of the rows that strict mode keeps since the last grid line.
-
-    None: the mixer's bits do not depend on the cut, so that it has nothing to replay.
-    """
-    match spec:
-        case GdnSpec():
-            return spec.conv_channels + 2 * spec.num_value_heads
-        case KdaSpec():
-            return 4 * spec.num_heads * spec.head_dim + spec.num_heads
-        case LightningSpec():
-            return 3 * spec.num_heads * spec.head_dim
-        case Mamba2Spec():
-            return spec.conv_channels + spec.num_heads
-        case ParallelSpec():
-            return replay_dim(spec.mamba)
-        case _:
-            return None
 
 
 class LayerState:
@@ -69,6 +40,7 @@ class LayerState:
         self.shapes: tuple[tuple[int, ...], ...] = (*(s.shape for s in spec.states), *replay)
         self.nbytes = STATE_DTYPE_BYTES * sum(math.prod(shape) for shape in self.shapes)
         self.replay_dim = replay_dim
+        self._spec = spec
         self.wanted: tuple[int, ...] = ()
         self._held: dict[int, State] = {}
         self._arriving: dict[int, _Arrival] = {}
@@ -111,9 +83,10 @@ class LayerState:
 
     def fork(self) -> "LayerState":
         """Return an independent one that holds the same states; not what has come in part."""
-        other = copy(self)
-        other._held = dict(self._held)
-        other._arriving = {}
+        other = LayerState(self._spec, replay_dim=self.replay_dim)
+        other.wanted = self.wanted
+        for position, state in self._held.items():
+            other.hold(position, state)
         return other
 
     def write_to(self, position: int, out: memoryview, start: int) -> None:
@@ -127,7 +100,7 @@ class LayerState:
         self._check_slice(out, start)
         offset = 0
         for tensor in self.at(position):
-            source = memoryview(tensor.numpy().reshape(-1)).cast("B")
+            source = tensor.numpy().reshape(-1).data.cast("B")
             low, high = max(start, offset), min(start + out.nbytes, offset + source.nbytes)
             if low < high:
                 out.cast("B")[low - start : high - start] = source[low - offset : high - offset]

@@ -1,0 +1,67 @@
+"""The Gated DeltaNet mixer (Qwen3-Next, Qwen3.5, OLMo hybrid).
+
+Shapes: T rows of the batch, D model dim, H value heads, V value dim, W convolution width,
+C convolution channels, X = H V.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from prfaas.engine.batch import Batch
+from prfaas.engine.layers.conv import CausalConv
+from prfaas.engine.layers.delta import DeltaRecurrence
+from prfaas.engine.layers.gates import sigmoid, softplus
+from prfaas.engine.layers.mlp import silu
+from prfaas.engine.layers.norm import RmsNorm
+from prfaas.engine.linear import Linear
+from prfaas.engine.mixer_spec import GdnSpec
+from prfaas.engine.recurrence import run
+
+
+class GdnMixer:
+    """One layer. in_proj's rows are [q | k | v | z | b | a], each by heads; `norm` is of a head."""
+
+    def __init__(
+        self,
+        spec: GdnSpec,
+        *,
+        in_proj: Linear,
+        conv_weight_WC: Tensor,
+        A_log_H: Tensor,
+        dt_bias_H: Tensor,
+        norm: RmsNorm,
+        out_proj: Linear,
+    ) -> None:
+        self.spec = spec
+        self.in_proj = in_proj
+        self.norm = norm
+        self.out_proj = out_proj
+        self.core = DeltaRecurrence(
+            CausalConv(conv_weight_WC),
+            num_key_heads=spec.num_key_heads,
+            num_value_heads=spec.num_value_heads,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            decays_per_head=1,
+        )
+        self._negative_A_H = A_log_H.float().exp().neg_()
+        self._dt_bias_H = dt_bias_H.float()
+
+    def __call__(
+        self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
+    ) -> Tensor:
+        """Return the mixer's output rows; calls `on_written` once all states are in place."""
+        spec = self.spec
+        widths = [spec.conv_channels, self.core.out_dim, spec.num_value_heads, spec.num_value_heads]
+        u_TC, z_TX, b_TH, a_TH = torch.split(self.in_proj(x_TD), widths, dim=1)
+        beta_TH = sigmoid(b_TH)
+        if spec.beta_scale != 1.0:
+            beta_TH.mul_(spec.beta_scale)
+        g_TH = softplus(a_TH + self._dt_bias_H).mul_(self._negative_A_H)
+        out_TX = x_TD.new_zeros(len(x_TD), self.core.out_dim)
+        run(self.core, torch.cat([u_TC, beta_TH, g_TH], dim=1), batch, layer, out_TX)
+        on_written()
+        normed_THV = self.norm(out_TX.view(len(x_TD), spec.num_value_heads, spec.value_dim))
+        return self.out_proj(normed_THV.view_as(out_TX).mul_(silu(z_TX)))

@@ -1,0 +1,84 @@
+"""The Kimi Delta Attention mixer (Kimi Linear, Ling 3).
+
+Shapes: T rows of the batch, D model dim, H heads, K head dim, W convolution width,
+C = 3 H K convolution channels, X = H K, F width of a gate's projection: its rank, or X.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from prfaas.engine.batch import Batch
+from prfaas.engine.layers.conv import CausalConv
+from prfaas.engine.layers.delta import DeltaRecurrence
+from prfaas.engine.layers.gates import sigmoid, softplus
+from prfaas.engine.layers.norm import RmsNorm
+from prfaas.engine.linear import Linear
+from prfaas.engine.mixer_spec import KdaSpec
+from prfaas.engine.recurrence import run
+
+
+class KdaMixer:
+    """One layer. in_proj's rows are [q | k | v | b | f | g], each by heads; `norm` is of a head.
+
+    Where gates have a rank, in_proj's f and g are of that width, and f_b and g_b widen them.
+    """
+
+    def __init__(
+        self,
+        spec: KdaSpec,
+        *,
+        in_proj: Linear,
+        f_b: Linear | None,
+        g_b: Linear | None,
+        conv_weight_WC: Tensor,
+        A_log_H: Tensor,
+        dt_bias_HD: Tensor,
+        norm: RmsNorm,
+        out_proj: Linear,
+    ) -> None:
+        assert (f_b is None) == (g_b is None) == (spec.gate_rank is None)
+        self.spec = spec
+        self.in_proj = in_proj
+        self.f_b = f_b
+        self.g_b = g_b
+        self.norm = norm
+        self.out_proj = out_proj
+        self.core = DeltaRecurrence(
+            CausalConv(conv_weight_WC),
+            num_key_heads=spec.num_heads,
+            num_value_heads=spec.num_heads,
+            key_dim=spec.head_dim,
+            value_dim=spec.head_dim,
+            decays_per_head=spec.head_dim,
+        )
+        self._A_X = A_log_H.float().exp().reshape(-1, 1).repeat(1, spec.head_dim).flatten()
+        self._dt_bias_X = dt_bias_HD.float().flatten()
+
+    def __call__(
+        self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
+    ) -> Tensor:
+        """Return the mixer's output rows; calls `on_written` once all states are in place."""
+        spec, inner_dim = self.spec, self.core.out_dim
+        gate_dim = inner_dim if spec.gate_rank is None else spec.gate_rank
+        widths = [3 * inner_dim, spec.num_heads, gate_dim, gate_dim]
+        u_TC, b_TH, f_TF, gate_TF = torch.split(self.in_proj(x_TD), widths, dim=1)
+        decay_TX = self._decay(f_TF if self.f_b is None else self.f_b(f_TF.contiguous()))
+        out_TX = x_TD.new_zeros(len(x_TD), inner_dim)
+        rows_TR = torch.cat([u_TC, sigmoid(b_TH), decay_TX], dim=1)
+        run(self.core, rows_TR, batch, layer, out_TX)
+        on_written()
+        gate_TX = gate_TF if self.g_b is None else self.g_b(gate_TF.contiguous())
+        normed_THK = self.norm(out_TX.view(len(x_TD), spec.num_heads, spec.head_dim))
+        return self.out_proj(normed_THK.view_as(out_TX).mul_(sigmoid(gate_TX)))
+
+    def _decay(self, f_TX: Tensor) -> Tensor:
+        """Return the logarithms of the decays of every key channel."""
+        biased_TX = f_TX + self._dt_bias_X
+        match self.spec.decay:
+            case "softplus":
+                return softplus(biased_TX).mul_(self._A_X).neg_()
+            case "bounded":
+                assert self.spec.decay_bound is not None
+                return sigmoid(biased_TX.mul_(self._A_X)).mul_(self.spec.decay_bound)
