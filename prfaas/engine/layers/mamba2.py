@@ -1,0 +1,233 @@
+"""Mamba-2: a state space layer with one decay a head and token, behind a short convolution.
+
+a = exp(-exp(A_log) dt);  S <- a S + (dt x) B^T;  y = S C + D x, the token itself included.
+
+Shapes: T rows, S sequences, C rows of a chunk, H heads, P head dim, N state dim, G groups of heads
+that share B and C, Q = HP / G, I = HP inner dim, D model dim, R = I + 2GN + H rows x, B, C, dt.
+The states are the convolution's last rows [W - 1, I + 2GN] and S [H, P, N].
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from prfaas.engine.batch import Batch
+from prfaas.engine.layers.conv import CausalConv
+from prfaas.engine.layers.gates import softplus
+from prfaas.engine.layers.mlp import silu
+from prfaas.engine.layers.norm import RmsNorm
+from prfaas.engine.linear import Linear
+from prfaas.engine.mixer_spec import Mamba2Spec
+from prfaas.engine.recurrence import run
+from prfaas.engine.states import CHUNK_TOKENS, State
+
+STEP_ROWS = 8
+"""Rows of a step's product S C: a matrix product of fewer takes other kernels on some machines."""
+
+
+def recur(
+    x_THP: Tensor, B_THN: Tensor, C_THN: Tensor, dt_TH: Tensor, A_H: Tensor, state_HPN: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return S C for each token [T, H, P] and the last state, in the inputs' dtype.
+
+    The definition that `Mamba2Core` is tested against; nothing calls it while serving.
+    """
+    rows = []
+    for x_HP, B_HN, C_HN, dt_H in zip(x_THP, B_THN, C_THN, dt_TH, strict=True):
+        decay_H11 = torch.exp(dt_H * A_H)[:, None, None]
+        dtx_HP1 = (dt_H[:, None] * x_HP)[:, :, None]
+        state_HPN = decay_H11 * state_HPN + dtx_HP1 * B_HN[:, None, :]
+        rows.append((state_HPN * C_HN[:, None, :]).sum(-1))
+    return torch.stack(rows), state_HPN
+
+
+class Mamba2Core:
+    """Convolution and recurrence over rows [x | B | C | dt], of which dt is ready to use."""
+
+    def __init__(
+        self,
+        spec: Mamba2Spec,
+        *,
+        conv_weight_WC: Tensor,
+        conv_bias_C: Tensor | None,
+        A_log_H: Tensor,
+        D_H: Tensor,
+    ) -> None:
+        self._spec = spec
+        self._conv = CausalConv(conv_weight_WC, conv_bias_C)
+        self._A_H = -torch.exp(A_log_H.float())
+        self._D_H1 = D_H.float()[:, None].contiguous()
+        self.row_dim = spec.conv_channels + spec.num_heads
+        self.out_dim = spec.inner_dim
+
+    def scan(
+        self, rows_TR: Tensor, state: State, stops: Sequence[int]
+    ) -> tuple[Tensor, list[State]]:
+        """Return the outputs [T, I] and the state after each of `stops` rows, in chunks."""
+        conv_rows_WC, state_HPN = state
+        num_channels, num_rows = self._spec.conv_channels, len(rows_TR)
+        xbc_TC, conv_states = self._conv.scan(rows_TR[:, :num_channels], conv_rows_WC, stops)
+        xbc_TC = silu(xbc_TC)
+        dt_TH = rows_TR[:, num_channels:].contiguous()
+        out_TX = rows_TR.new_empty(num_rows, self.out_dim)
+        states: list[State] = []
+        for start in range(0, num_rows, CHUNK_TOKENS):
+            stop = min(start + CHUNK_TOKENS, num_rows)
+            xbc_CC, dt_CH = xbc_TC[start:stop], dt_TH[start:stop]
+            if stop - start < CHUNK_TOKENS:
+                xbc_CC, dt_CH = _padded(xbc_CC), _padded(dt_CH)
+            chunk = _Chunk(self._spec, xbc_CC, dt_CH, self._A_H)
+            out_TX[start:stop] = chunk.outputs(state_HPN, self._D_H1)[: stop - start]
+            if stop < num_rows or stop in stops:
+                state_HPN = chunk.end_state(state_HPN)
+            if stop in stops:
+                states.append((conv_states[len(states)], state_HPN))
+        return out_TX, states
+
+    def step(self, rows_SR: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
+        """Return the outputs [S, I] and the next states of one row of each sequence."""
+        spec, num_rows = self._spec, len(rows_SR)
+        channels_SC = rows_SR[:, : spec.conv_channels]
+        xbc_SC, conv_states = self._conv.step(channels_SC, [conv for conv, _ in states])
+        x_SX, B_SX, C_SX = _split(spec, silu(xbc_SC))
+        dt_SH = rows_SR[:, spec.conv_channels :].contiguous()
+        decay_SH11 = torch.exp(dt_SH * self._A_H)[:, :, None, None]
+        x_SHP = x_SX.reshape(num_rows, spec.num_heads, spec.head_dim)
+        by_group = (num_rows, spec.num_groups, -1)
+        dtx_SGQ = (x_SHP * dt_SH[:, :, None]).view(by_group)
+        B_SGN = B_SX.reshape(by_group)
+        C_SGRN = x_SX.new_zeros(num_rows, spec.num_groups, STEP_ROWS, spec.state_dim)
+        C_SGRN[:, :, 0] = C_SX.reshape(by_group)
+        out_SGRQ = x_SX.new_empty(num_rows, spec.num_groups, STEP_ROWS, dtx_SGQ.shape[-1])
+        after: list[State] = []
+        for index, (_, state_HPN) in enumerate(states):
+            next_HPN = state_HPN * decay_SH11[index]
+            next_GQN = next_HPN.view(spec.num_groups, -1, spec.state_dim)
+            next_GQN.addcmul_(dtx_SGQ[index, :, :, None], B_SGN[index, :, None, :])
+            torch.bmm(C_SGRN[index], next_GQN.transpose(1, 2), out=out_SGRQ[index])
+            after.append((conv_states[index], next_HPN))
+        out_SHP = out_SGRQ[:, :, 0].reshape(x_SHP.shape)
+        return (out_SHP + x_SHP * self._D_H1).view(num_rows, -1), after
+
+
+class _Chunk:
+    """CHUNK_TOKENS rows after the convolution; a row's bits are the same whatever follows it.
+
+    Rows of zeros, dt too, leave the state as it is.
+    """
+
+    def __init__(self, spec: Mamba2Spec, xbc_CC: Tensor, dt_CH: Tensor, A_H: Tensor) -> None:
+        self._spec = spec
+        x_CI, B_CX, C_CX = _split(spec, xbc_CC)
+        by_group = (CHUNK_TOKENS, spec.num_groups, spec.state_dim)
+        self._x_CHP = x_CI.view(CHUNK_TOKENS, spec.num_heads, spec.head_dim)
+        self._dtx_CHP = self._x_CHP * dt_CH[:, :, None]
+        self._B_GCN = B_CX.view(by_group).transpose(0, 1)
+        self._C_GCN = C_CX.view(by_group).transpose(0, 1)
+        # In float64: after one strong decay, float32 sums would lose the weak ones behind it.
+        self._log_decay_HC = (dt_CH * A_H).double().T.contiguous().cumsum_(1)
+
+    def outputs(self, state_HPN: Tensor, D_H1: Tensor) -> Tensor:
+        """Return y [C, I] from the state before the chunk."""
+        spec, sums_HC = self._spec, self._log_decay_HC
+        scores_GCC = torch.bmm(self._C_GCN, self._B_GCN.transpose(1, 2)).tril_()
+        # Above the diagonal the sums ascend; held at 0 they stay finite, and the score is 0.
+        weights_HCC = (sums_HC[:, :, None] - sums_HC[:, None, :]).float().clamp_(max=0).exp_()
+        weights_HCC.view(spec.num_groups, -1, CHUNK_TOKENS, CHUNK_TOKENS).mul_(scores_GCC[:, None])
+        inside_HCP = torch.bmm(weights_HCC, self._dtx_CHP.transpose(0, 1))
+        state_GQN = state_HPN.view(spec.num_groups, -1, spec.state_dim)
+        before_GCQ = torch.bmm(self._C_GCN, state_GQN.transpose(1, 2))
+        before_CHP = before_GCQ.transpose(0, 1).reshape(self._x_CHP.shape)
+        before_CHP.mul_(sums_HC.T.float().contiguous().exp_()[:, :, None])
+        y_CHP = before_CHP.add_(inside_HCP.transpose(0, 1)).addcmul_(self._x_CHP, D_H1)
+        return y_CHP.reshape(CHUNK_TOKENS, -1)
+
+    def end_state(self, state_HPN: Tensor) -> Tensor:
+        """Return the state after the chunk."""
+        spec, sums_HC = self._spec, self._log_decay_HC
+        weights_CH = (sums_HC[:, -1:] - sums_HC).T.float().contiguous().exp_()
+        dtx_GCQ = (
+            (self._dtx_CHP * weights_CH[:, :, None])
+            .view(CHUNK_TOKENS, spec.num_groups, -1)
+            .transpose(0, 1)
+        )
+        end_HPN = state_HPN * sums_HC[:, -1].float().exp_()[:, None, None]
+        end_HPN.view(spec.num_groups, -1, spec.state_dim).baddbmm_(
+            dtx_GCQ.transpose(1, 2), self._B_GCN
+        )
+        return end_HPN
+
+
+class Mamba2Mixer:
+    """One Mamba-2 layer. in_proj's rows are [z | x | B | C | dt], scales folded in."""
+
+    def __init__(
+        self,
+        spec: Mamba2Spec,
+        *,
+        in_proj: Linear,
+        conv_weight_WC: Tensor,
+        conv_bias_C: Tensor | None,
+        A_log_H: Tensor,
+        D_H: Tensor,
+        dt_bias_H: Tensor,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+        norm: RmsNorm | None,
+        out_proj: Linear,
+    ) -> None:
+        assert (norm is None) == (spec.gated_norm is None)
+        self.spec = spec
+        self.core = Mamba2Core(
+            spec,
+            conv_weight_WC=conv_weight_WC,
+            conv_bias_C=conv_bias_C,
+            A_log_H=A_log_H,
+            D_H=D_H,
+        )
+        self.in_proj = in_proj
+        self.norm = norm
+        self.out_proj = out_proj
+        self._dt_bias_H = dt_bias_H.float()
+        self._dt_limit = dt_limit
+
+    def __call__(
+        self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
+    ) -> Tensor:
+        """Return the mixer's output rows; calls `on_written` once all states are in place."""
+        inner_dim, num_heads = self.spec.inner_dim, self.spec.num_heads
+        projected_TR = self.in_proj(x_TD)
+        z_TI, rows_TR = projected_TR[:, :inner_dim], projected_TR[:, inner_dim:]
+        dt_TH = softplus(rows_TR[:, -num_heads:] + self._dt_bias_H)
+        rows_TR[:, -num_heads:] = dt_TH.clamp_(*self._dt_limit)
+        y_TI = x_TD.new_zeros(len(x_TD), inner_dim)
+        run(self.core, rows_TR, batch, layer, y_TI)
+        on_written()
+        return self.out_proj(self._gated(y_TI, silu(z_TI)))
+
+    def _gated(self, y_TI: Tensor, gate_TI: Tensor) -> Tensor:
+        match self.spec.gated_norm:
+            case None:
+                return y_TI.mul_(gate_TI)
+            case "gate_first":
+                return self._normed(y_TI.mul_(gate_TI))
+            case "norm_first":
+                return self._normed(y_TI).mul_(gate_TI)
+
+    def _normed(self, y_TI: Tensor) -> Tensor:
+        assert self.norm is not None
+        return self.norm(y_TI.view(len(y_TI), *self.norm.weight.shape)).view_as(y_TI)
+
+
+def _split(spec: Mamba2Spec, xbc_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views x [T, I], B and C [T, GN]."""
+    shared = spec.num_groups * spec.state_dim
+    x_TI, B_TX, C_TX = torch.split(xbc_TC, [spec.inner_dim, shared, shared], dim=1)
+    return x_TI, B_TX, C_TX
+
+
+def _padded(rows_TX: Tensor) -> Tensor:
+    """Return CHUNK_TOKENS rows, zeros at the end."""
+    padding = rows_TX.new_zeros(CHUNK_TOKENS - len(rows_TX), rows_TX.shape[1])
+    return torch.cat([rows_TX, padding])

@@ -1,0 +1,169 @@
+"""What every linear mixer is tested for, through its core and through batches.
+
+Shapes: T rows, R width of a projected row, D model dim.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from prfaas.engine.batch import Batch, Segment
+from prfaas.engine.linear import Linear, Packing, pack
+from prfaas.engine.mixer_spec import MixerSpec
+from prfaas.engine.recurrence import Recurrence
+from prfaas.engine.sequence_kv import SequenceKv
+from prfaas.engine.states import CHUNK_TOKENS, State, replay_dim
+
+PACKING: Packing = "onednn-f32"
+
+
+class Mixer(Protocol):
+    def __call__(
+        self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
+    ) -> Tensor: ...
+
+
+def linear(num_outputs: int, num_inputs: int, generator: torch.Generator) -> Linear:
+    """Return a random layer that keeps the size of its rows' values."""
+    weight_NK = torch.randn(num_outputs, num_inputs, generator=generator) * num_inputs**-0.5
+    return pack(weight_NK, PACKING)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, *, grid: int = 1, max_tokens: int = 200) -> list[int]:
+    """Draw 0, ..., the number of tokens, ascending, all but the last multiples of `grid`."""
+    num_tokens = draw(st.integers(1, max_tokens))
+    last = (num_tokens - 1) // grid
+    inner = draw(st.sets(st.integers(1, last), max_size=4)) if last else set()
+    return [0, *sorted(cut * grid for cut in inner), num_tokens]
+
+
+def zero_state(spec: MixerSpec) -> State:
+    return tuple(torch.zeros(state.shape) for state in spec.states)
+
+
+def same_bits(left: State, right: State) -> bool:
+    return all(map(torch.equal, left, right))
+
+
+def steps(core: Recurrence, rows_TR: Tensor, state: State) -> tuple[Tensor, State]:
+    """Return the outputs and the last state by the step form."""
+    out = []
+    for row_R in rows_TR:
+        row, [state] = core.step(row_R[None], [state])
+        out.append(row)
+    return torch.cat(out), state
+
+
+def scan(core: Recurrence, rows_TR: Tensor, state: State) -> tuple[Tensor, State]:
+    """Return the outputs and the last state by the chunked form."""
+    out, [state] = core.scan(rows_TR, state, [len(rows_TR)])
+    return out, state
+
+
+def check_core_cuts(core: Recurrence, rows_TR: Tensor, state: State, at: Sequence[int]) -> None:
+    """Scans between `at`, multiples of the chunk, give the bits of one scan: rows and states."""
+    whole, states = core.scan(rows_TR, state, at[1:])
+    for (start, stop), expected in zip(pairwise(at), states, strict=True):
+        piece, [state] = core.scan(rows_TR[start:stop], state, [stop - start])
+        assert torch.equal(piece, whole[start:stop])
+        assert same_bits(state, expected)
+
+
+def check_core_followers(core: Recurrence, rows_TR: Tensor, state: State) -> None:
+    """A row's bits are those of a scan that ends with it, of one chunk or of many."""
+    whole, _ = core.scan(rows_TR, state, [])
+    for stop in (1, 2, 3, 7, 31, 63, 64, 65, 127, 128, 130):
+        if stop <= len(rows_TR):
+            assert torch.equal(core.scan(rows_TR[:stop], state, [])[0], whole[:stop]), stop
+
+
+def check_core_steps(core: Recurrence, rows_SR: Tensor, states: Sequence[State]) -> None:
+    """A step of several sequences has the bits of a step of each, and writes no state."""
+    before = [[tensor.clone() for tensor in state] for state in states]
+    together, after = core.step(rows_SR, states)
+    for index, state in enumerate(states):
+        alone, [next_state] = core.step(rows_SR[index : index + 1], [state])
+        assert torch.equal(alone[0], together[index])
+        assert same_bits(next_state, after[index])
+        assert same_bits(state, tuple(before[index]))
+
+
+def new_kv(spec: MixerSpec, *, is_strict: bool = False) -> SequenceKv:
+    dims = [replay_dim(spec) if is_strict else None]
+    return SequenceKv([spec], capacity_tokens=1024, block_tokens=CHUNK_TOKENS, replay_dims=dims)
+
+
+def mix(mixer: Mixer, parts: Sequence[tuple[SequenceKv, Tensor, int | None]]) -> list[Tensor]:
+    """Return the output rows of (kv, input rows, end of the prompt), in one forward."""
+    segments = [
+        Segment(kv=kv, tokens=[0] * len(x_TD), num_logits=0, prompt_end=end)
+        for kv, x_TD, end in parts
+    ]
+    for kv, _, _ in parts:
+        kv.begin_forward(())
+    batch = Batch(segments, PACKING)
+    written: list[bool] = []
+    out_TD = mixer(
+        torch.cat([x_TD for _, x_TD, _ in parts]), batch, 0, lambda: written.append(True)
+    )
+    assert written == [True]
+    for kv, x_TD, _ in parts:
+        kv.num_tokens += len(x_TD)
+    return [out_TD[rows] for rows, _ in batch.parts]
+
+
+def mixed(
+    mixer: Mixer, kv: SequenceKv, x_TD: Tensor, at: Sequence[int], prompt_end: int | None = None
+) -> Iterator[Tensor]:
+    """Yield the output rows of one sequence, cut at `at`."""
+    for start, stop in pairwise(at):
+        [rows] = mix(mixer, [(kv, x_TD[start:stop], prompt_end)])
+        yield rows
+
+
+def check_mixer_cuts(mixer: Mixer, spec: MixerSpec, x_TD: Tensor, at: Sequence[int]) -> None:
+    """Forwards cut at `at` give the bits of one, in rows and in states; the cuts are on the grid."""
+    whole, pieces = new_kv(spec), new_kv(spec)
+    [expected] = mixed(mixer, whole, x_TD, [0, len(x_TD)])
+    assert torch.equal(torch.cat(list(mixed(mixer, pieces, x_TD, at))), expected)
+    assert same_bits(pieces.state_of(0).at(len(x_TD)), whole.state_of(0).at(len(x_TD)))
+
+
+def check_mixer_strict(
+    mixer: Mixer, spec: MixerSpec, x_TD: Tensor, at: Sequence[int], prompt_end: int
+) -> None:
+    """In strict mode any cut, and decode from `prompt_end` on, give the bits of one forward."""
+    whole, pieces = new_kv(spec, is_strict=True), new_kv(spec, is_strict=True)
+    [expected] = mixed(mixer, whole, x_TD, [0, len(x_TD)])
+    at = [cut for cut in at if cut < prompt_end] + list(range(prompt_end, len(x_TD) + 1))
+    rows = torch.cat(list(mixed(mixer, pieces, x_TD, at, prompt_end)))
+    assert torch.equal(rows, expected)
+    assert same_bits(pieces.state_of(0).at(len(x_TD)), whole.state_of(0).at(len(x_TD)))
+
+
+def check_mixer_neighbours(mixer: Mixer, spec: MixerSpec, x_TD: Tensor) -> None:
+    """A prompt and a decode step beside each other have the bits of each alone."""
+    half = len(x_TD) // 2
+    alone, beside, stepping, stepping_beside = (new_kv(spec) for _ in range(4))
+    [rows] = mix(mixer, [(alone, x_TD[:half], None)])
+    for kv in (stepping, stepping_beside):
+        mix(mixer, [(kv, x_TD[half:-1], None)])
+    step = (x_TD[-1:], len(x_TD) - 1 - half)
+    [step_rows] = mix(mixer, [(stepping, *step)])
+    first, second = mix(mixer, [(stepping_beside, *step), (beside, x_TD[:half], None)])
+    assert torch.equal(first, step_rows)
+    assert torch.equal(second, rows)
+    assert same_bits(beside.state_of(0).at(half), alone.state_of(0).at(half))
+    end = len(x_TD) - half
+    assert same_bits(stepping_beside.state_of(0).at(end), stepping.state_of(0).at(end))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference over the largest expected value."""
+    difference = (actual.double() - expected.double()).abs().max()
+    return float(difference / expected.double().abs().max())
