@@ -57,6 +57,11 @@ class Batch:
         self.step_rows = torch.tensor(step_rows, dtype=torch.int64)
 
     @property
+    def num_rows(self) -> int:
+        """Rows before the padding."""
+        return self.parts[-1][0].stop
+
+    @property
     def logit_rows(self) -> list[int]:
         """The rows whose logits are wanted."""
         return [rows.stop - 1 for rows, segment in self.parts if segment.num_logits]

@@ -1,0 +1,142 @@
+"""The feed-forward of routed experts, and the shared part that every token takes.
+
+A row's bits depend on itself alone: its experts are chosen from its own scores, each expert's linear
+layers see row counts at which they are exact, and a row's outputs are added in ascending order of
+expert.
+
+Shapes: T tokens, D model dim, E experts, K experts of a token, P rows of all experts with padding,
+G groups of experts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prfaas.engine.ffn_spec import MoeSpec
+from prfaas.engine.layers.mlp import inverse_sigmoid
+from prfaas.engine.linear import Linear, Packing, padded_rows
+
+EXPERTS_PER_GROUP_SCORE = 2
+"""A group is as good as its best two experts together (DeepSeek-V3)."""
+SMALLEST_SUM = 1e-20
+
+
+class MoeMlp:
+    """The weighted sum of each token's experts, plus the shared part."""
+
+    def __init__(
+        self,
+        spec: MoeSpec,
+        *,
+        router: Linear,
+        selection_bias_E: Tensor | None,
+        experts: Sequence[Callable[[Tensor], Tensor]],
+        shared: Callable[[Tensor], Tensor] | None,
+        shared_gate: Linear | None,
+        latent_in: Linear | None,
+        latent_out: Linear | None,
+        packing: Packing,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            spec: how experts are chosen and weighted.
+            router: x_TD -> scores [T, E], before a softmax or sigmoid.
+            selection_bias_E: joins the scores for the choice, not for the weights.
+            experts: each takes and returns rows, as many as `packing` is exact for.
+            shared: the part that every token takes.
+            shared_gate: x_TD -> [T, 1], whose sigmoid multiplies the shared part.
+            latent_in: projects what the experts take; None: they take x_TD.
+            latent_out: projects the experts' weighted sum.
+            packing: of the experts' linear layers.
+        """
+        self.spec = spec
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+        self.shared_gate = shared_gate
+        self.latent_in = latent_in
+        self.latent_out = latent_out
+        self._selection_bias_E = selection_bias_E
+        self._packing = packing
+
+    def __call__(self, x_TD: Tensor, num_rows: int | None = None) -> Tensor:
+        """Return the output rows.
+
+        Args:
+            x_TD: has a row count that the linear layers accept.
+            num_rows: the rows from it on are padding, which no expert computes; None: there are none.
+        """
+        chosen_TK, weights_TK = self.choose(self.router(x_TD)[:num_rows])
+        routed_TD = x_TD if self.latent_in is None else self.latent_in(x_TD)
+        routed_TD = self._mix(routed_TD, chosen_TK, weights_TK)
+        if self.latent_out is not None:
+            routed_TD = self.latent_out(routed_TD)
+        if self.shared is None:
+            return routed_TD
+        shared_TD = self.shared(x_TD)
+        if self.shared_gate is not None:
+            shared_TD = shared_TD / inverse_sigmoid(self.shared_gate(x_TD))
+        return routed_TD.add_(shared_TD)
+
+    def choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each token's experts and their weights, [T, K] both, best first."""
+        spec = self.spec
+        selection_TE = scores_TE = self._scores(logits_TE)
+        if self._selection_bias_E is not None:
+            selection_TE = scores_TE + self._selection_bias_E
+        if spec.num_groups > spec.groups_per_token:
+            selection_TE = self._in_best_groups(selection_TE)
+        chosen_TK = selection_TE.topk(spec.experts_per_token, dim=-1).indices
+        weights_TK = scores_TE.gather(-1, chosen_TK)
+        if spec.router == "top_softmax":
+            weights_TK = torch.softmax(weights_TK, dim=-1)
+        elif spec.is_renormalised:
+            weights_TK /= weights_TK.sum(dim=-1, keepdim=True).add_(SMALLEST_SUM)
+        return chosen_TK, weights_TK.mul_(spec.routed_scale)
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        match self.spec.router:
+            case "softmax":
+                return torch.softmax(logits_TE, dim=-1)
+            case "sigmoid":
+                return inverse_sigmoid(logits_TE).reciprocal_()
+            case "top_softmax":
+                return logits_TE
+            case other:
+                assert_never(other)
+
+    def _in_best_groups(self, selection_TE: Tensor) -> Tensor:
+        """Return the scores, -inf outside of each token's groups."""
+        spec = self.spec
+        selection_TGE = selection_TE.view(len(selection_TE), spec.num_groups, -1)
+        num_best = min(EXPERTS_PER_GROUP_SCORE, selection_TGE.shape[-1])
+        groups_TG = selection_TGE.topk(num_best, dim=-1).values.sum(dim=-1)
+        best_TG = groups_TG.topk(spec.groups_per_token, dim=-1).indices
+        is_out_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(1, best_TG, value=False)
+        return selection_TGE.masked_fill(is_out_TG[..., None], float("-inf")).flatten(1)
+
+    def _mix(self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return the weighted sums of the experts' outputs, [T, D]; 0 for rows that chose none."""
+        chosen = chosen_TK.numpy().ravel()
+        order = np.argsort(chosen, kind="stable")  # by expert, then by token
+        hit, counts = np.unique(chosen, return_counts=True)
+        sizes = [padded_rows(int(count), self._packing) for count in counts]
+        padding_before = np.cumsum(np.array(sizes) - counts) - (sizes - counts)
+        places = np.arange(len(order)) + np.repeat(padding_before, counts)
+        num_places = sum(sizes)
+        # Padding computes row 0 once more and adds it, weightless, to a row that is cut off.
+        rows, owners = np.zeros(num_places, np.int64), np.full(num_places, len(x_TD))
+        rows[places] = owners[places] = order // chosen_TK.shape[1]
+        weights = np.zeros((num_places, 1), np.float32)
+        weights[places, 0] = weights_TK.numpy().ravel()[order]
+        pieces = torch.split(x_TD[torch.from_numpy(rows)], sizes)
+        out_PD = torch.cat(
+            [self.experts[expert](piece) for expert, piece in zip(hit, pieces, strict=True)]
+        ).mul_(torch.from_numpy(weights))
+        mixed_TD = x_TD.new_zeros(len(x_TD) + 1, out_PD.shape[1])
+        # index_add_ adds rows in order: expert by expert.
+        return mixed_TD.index_add_(0, torch.from_numpy(owners), out_PD)[:-1]
