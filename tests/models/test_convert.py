@@ -5,10 +5,12 @@ import gguf
 import numpy as np
 import pytest
 from safetensors import safe_open
+from tokenizers import Tokenizer as Encoding
+from tokenizers import models
 
 from prfaas.engine.gguf import read_gguf
 from prfaas.errors import ConfigError
-from prfaas.models.convert import convert_gguf
+from prfaas.models.convert import convert_gguf, with_spaced_merges
 from prfaas.models.manifest import read_manifest
 from prfaas.text.chat_template import ChatTemplate
 from prfaas.text.tokenizer import Tokenizer
@@ -52,6 +54,22 @@ def test_tokenizer_template_and_config_are_beside_the_weights(
     assert ChatTemplate.load(converted).render([{"role": "user", "content": "x"}]) == "user: x\n"
     config = json.loads((converted / "config.json").read_text())
     assert config == read_gguf(source).config
+
+
+@pytest.mark.parametrize(
+    ("merges", "is_spaced"), [([("a", "b"), ("ab", "c")], True), ([("a", "b"), ("ab", " ")], False)]
+)
+def test_merges_are_stored_as_strings_unless_a_token_holds_a_space(
+    merges: list[tuple[str, str]], is_spaced: bool
+) -> None:
+    tokens = ["a", "b", "c", " ", "ab", "ab ", "abc"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    before = Encoding(models.BPE(vocab=vocab, merges=merges))
+    stored = with_spaced_merges(json.loads(before.to_str()))
+    assert all(isinstance(merge, str) for merge in stored["model"]["merges"]) == is_spaced
+    after = Encoding.from_str(json.dumps(stored))
+    for text in ("abc", "ab c", "cab  ab"):
+        assert after.encode(text).ids == before.encode(text).ids
 
 
 def test_the_identity_is_of_the_weights_alone(
