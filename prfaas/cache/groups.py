@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from prfaas.cache.spec import FullSpec, GroupSpec, WindowSpec, held_blocks
+from prfaas.cache.spec import FullSpec, GroupSpec, held_blocks
 
 IsPresent = Callable[[int, int], bool]
 """(group, block) -> whether that block of that group is cached."""
@@ -14,32 +14,39 @@ def longest_hit(
     """Return the most leading blocks, at most `num_blocks`, after which every group can go on.
 
     A full group serves a length if all its blocks up to there are present, a window group if those
-    of the last window_tokens - 1 tokens are. Asks `is_present` at most once for each (group, block).
+    of the last window_tokens - 1 tokens are, a state group if its state at that very length is.
+    Asks `is_present` at most once for each (group, block).
     """
+    hit = shared_blocks(groups, num_blocks, is_present)
+    scans = [
+        _Scan(group, spec, block_tokens, hit, is_present)
+        for group, spec in enumerate(groups)
+        if not isinstance(spec, FullSpec)
+    ]
+    settled = None
+    while settled != hit:  # one group's shorter hit moves what the others need
+        settled = hit
+        for scan in scans:
+            hit = scan.longest_up_to(hit)
+    return hit
+
+
+def shared_blocks(groups: Sequence[GroupSpec], num_blocks: int, is_present: IsPresent) -> int:
+    """Return the most leading blocks, at most `num_blocks`, that all full groups have."""
     hit = num_blocks
     for group, spec in enumerate(groups):
         if isinstance(spec, FullSpec):
             hit = next((b for b in range(hit) if not is_present(group, b)), hit)
-    windows = [
-        _WindowScan(group, spec, block_tokens, hit, is_present)
-        for group, spec in enumerate(groups)
-        if isinstance(spec, WindowSpec)
-    ]
-    settled = None
-    while settled != hit:  # one window's shorter hit moves the others' windows
-        settled = hit
-        for window in windows:
-            hit = window.longest_up_to(hit)
     return hit
 
 
-class _WindowScan:
-    """Looks for present windows from the right; never asks about a block twice."""
+class _Scan:
+    """Looks for what a window or a state group needs, from the right; asks about no block twice."""
 
     def __init__(
         self,
         group: int,
-        spec: WindowSpec,
+        spec: GroupSpec,
         block_tokens: int,
         num_blocks: int,
         is_present: IsPresent,
@@ -52,7 +59,7 @@ class _WindowScan:
         """All blocks from here to the hit are known to be present."""
 
     def longest_up_to(self, hit: int) -> int:
-        """Return the largest length in blocks, at most `hit`, whose window is present."""
+        """Return the largest length in blocks, at most `hit`, whose needed blocks are present."""
         self._present_from = min(self._present_from, hit)
         while self._present_from > self._first_needed(hit):
             self._present_from -= 1

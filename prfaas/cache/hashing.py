@@ -1,4 +1,4 @@
-"""Keys of blocks: equal keys mean equal KV bytes.
+"""Keys of blocks: equal keys mean equal bytes of KV and states.
 
 Each key is the SHA-256 of the key before it and the block's token ids, so a key names the whole
 prefix up to its block. The first link is a root that names everything else the bytes depend on.
@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 
-from prfaas.cache.spec import CacheLayout, WindowSpec
+from prfaas.cache.spec import CacheLayout, GroupSpec, StateSpec, WindowSpec
 
 _DOMAIN = b"prfaas block key 1"
 
@@ -28,14 +28,7 @@ def root_key(
         {
             "version": layout.layout_version,
             "block_tokens": layout.block_tokens,
-            "groups": [
-                {
-                    "layers": spec.layers,
-                    "page_bytes": spec.page_bytes,
-                    "window_tokens": spec.window_tokens if isinstance(spec, WindowSpec) else None,
-                }
-                for spec in layout.groups
-            ],
+            "groups": [_group_json(spec) for spec in layout.groups],
         },
         sort_keys=True,
     )
@@ -44,6 +37,17 @@ def root_key(
         _update_with_length(digest.update, text.encode())
     _update_with_length(digest.update, salt)
     return digest.digest()
+
+
+def _group_json(spec: GroupSpec) -> dict[str, object]:
+    group: dict[str, object] = {
+        "layers": spec.layers,
+        "page_bytes": spec.page_bytes,
+        "window_tokens": spec.window_tokens if isinstance(spec, WindowSpec) else None,
+    }
+    if isinstance(spec, StateSpec):
+        group["state_bytes"] = spec.state_bytes
+    return group
 
 
 def block_keys(root: bytes, tokens: Sequence[int], block_tokens: int) -> tuple[bytes, ...]:

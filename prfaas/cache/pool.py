@@ -1,6 +1,6 @@
 """One arena of equal pages and the account of who holds each.
 
-A page is free, or belongs to one `Entry`: the pages of one (group, block), a page a layer. An entry
+A page is free, or belongs to one `Entry`: the pages of one (group, block). An entry
 is referenced while block tables hold it. When the last lets go, a published entry stays cached until
 its pages are needed, any other is freed. So free + referenced + cached = all pages, always.
 """
@@ -19,7 +19,7 @@ PageKey = tuple[int, bytes]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Entry:
-    """The pages of one (group, block), one for each layer of the group; lives and dies whole."""
+    """The pages of one (group, block), of all its layers; lives and dies whole."""
 
     pages: tuple[int, ...]
     num_refs: int = 1

@@ -6,10 +6,10 @@ The pool's lock is held for each call's bookkeeping only; keys are hashed and pa
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from prfaas.cache.groups import longest_hit
+from prfaas.cache.groups import IsPresent, longest_hit, shared_blocks
 from prfaas.cache.hashing import block_keys
 from prfaas.cache.pool import Entry, PagePool, PoolCounts
-from prfaas.cache.spec import CacheLayout, WindowSpec, held_blocks, needed_blocks
+from prfaas.cache.spec import CacheLayout, FullSpec, held_blocks, needed_blocks
 from prfaas.errors import ConfigError
 
 
@@ -28,6 +28,7 @@ class BlockTable:
         live: "set[BlockTable]",
         keys: Sequence[bytes],
         hit_tokens: int,
+        junction_tokens: int,
         held: list[dict[int, Entry]],
     ) -> None:
         self._layout = layout
@@ -35,6 +36,7 @@ class BlockTable:
         self._live = live
         self._keys = list(keys)
         self._hit_tokens = hit_tokens
+        self._junction_tokens = junction_tokens
         self._num_tokens = hit_tokens
         self._held = held
         """For each group: block -> entry."""
@@ -48,6 +50,15 @@ class BlockTable:
         return self._hit_tokens
 
     @property
+    def junction_tokens(self) -> int:
+        """Where another prompt parted from this one without a state left there; 0: nowhere.
+
+        All KV up to there was cached, and is of no use to a layer with a state: one that is kept
+        there now serves the next prompt that begins alike.
+        """
+        return self._junction_tokens
+
+    @property
     def num_tokens(self) -> int:
         """Tokens whose KV the pages hold, so that the next one can be computed from them."""
         return self._num_tokens
@@ -58,7 +69,7 @@ class BlockTable:
         return len(self._keys)
 
     def pages(self, group: int, block: int) -> tuple[int, ...] | None:
-        """Return the page of each of the group's layers, or None if the block is not held."""
+        """Return the block's pages in their order within it, or None if it is not held."""
         with self._pool.lock:
             entry = self._held[group].get(block)
             return None if entry is None else entry.pages
@@ -72,7 +83,7 @@ class BlockTable:
     def view(self, page: int) -> memoryview:
         """Return the bytes of a held page, writable; write only before it is committed.
 
-        The view has the pool's page size; a group's own page may be shorter (`bytes_of_block`).
+        The view has the pool's page size; the page itself may be shorter (`bytes_of_page`).
         """
         return self._pool.view(page)
 
@@ -81,7 +92,7 @@ class BlockTable:
         with self._pool.lock:
             held = self._held[group]
             if block not in held:
-                size = len(self._layout.groups[group].layers)
+                size = self._layout.groups[group].pages_per_block
                 entries = self._pool.try_take([size], is_transfer=False)
                 if entries is None:
                     return None
@@ -100,7 +111,7 @@ class BlockTable:
                 for block in needed_blocks(spec, num_tokens, self._layout.block_tokens)
                 if block not in self._held[group]
             ]
-            sizes = [len(self._layout.groups[group].layers) for group, _ in places]
+            sizes = [self._layout.groups[group].pages_per_block for group, _ in places]
             entries = self._pool.try_take(sizes, is_transfer=True)
             if entries is None:
                 return False
@@ -129,7 +140,7 @@ class BlockTable:
                 self._pool.let_go(entry)
 
     def set_num_tokens(self, num_tokens: int) -> None:
-        """State that the pages now hold the KV of exactly `num_tokens` tokens, of any number."""
+        """State that the pages hold what goes on at exactly `num_tokens` tokens, of any number."""
         with self._pool.lock:
             for group, spec in enumerate(self._layout.groups):
                 for block in held_blocks(spec, num_tokens, self._layout.block_tokens):
@@ -137,18 +148,25 @@ class BlockTable:
             self._num_tokens = num_tokens
 
     def slide(self, num_tokens: int) -> None:
-        """Let go, for all holders, of window blocks that no position from `num_tokens` on needs.
+        """Let go, for all holders, of what no position from `num_tokens` on needs.
 
-        Committed ones stay cached but are the first to be evicted, unless a lookup has hit them.
+        Those are blocks of windows and older states. Committed ones stay cached but are the first to be evicted, unless a lookup has hit them.
         """
         with self._pool.lock:
             for group, spec in enumerate(self._layout.groups):
-                if isinstance(spec, WindowSpec):
+                if not isinstance(spec, FullSpec):
                     first = needed_blocks(spec, num_tokens, self._layout.block_tokens).start
                     held = self._held[group]
                     for block in sorted(b for b in held if b < first):
                         entry = held.pop(block)
                         self._pool.let_go(entry, is_cold=not entry.was_hit)
+
+    def drop_private(self, group: int) -> None:
+        """Let go of the group's blocks that were never committed; nobody may be reading them."""
+        with self._pool.lock:
+            held = self._held[group]
+            for block in [b for b, entry in held.items() if entry.key is None]:
+                self._pool.let_go(held.pop(block))
 
     def extend_keys(self, keys: Sequence[bytes]) -> None:
         """Append the keys of blocks that were completed later; they follow the ones known so far."""
@@ -227,12 +245,10 @@ class PrefixCache:
         limit = min(len(keys), max(0, num_tokens - 1) // layout.block_tokens)
         with pool.lock:
             num_blocks = longest_hit(
-                layout.groups,
-                layout.block_tokens,
-                limit,
-                lambda group, block: pool.is_published((group, keys[block])),
+                layout.groups, layout.block_tokens, limit, self._presence(keys)
             )
             hit_tokens = num_blocks * layout.block_tokens
+            junction_tokens = self._junction(keys, limit) * layout.block_tokens
             held = []
             for group, spec in enumerate(layout.groups):
                 blocks = held_blocks(spec, hit_tokens, layout.block_tokens)
@@ -245,6 +261,7 @@ class PrefixCache:
                 live=self._live,
                 keys=keys,
                 hit_tokens=hit_tokens,
+                junction_tokens=junction_tokens if junction_tokens > hit_tokens else 0,
                 held=held,
             )
             self._live.add(table)
@@ -253,6 +270,16 @@ class PrefixCache:
             self._num_query_tokens += num_tokens
             self._num_hit_tokens += hit_tokens
         return table
+
+    def _presence(self, keys: Sequence[bytes]) -> IsPresent:
+        return lambda group, block: self.pool.is_published((group, keys[block]))
+
+    def _junction(self, keys: Sequence[bytes], limit: int) -> int:
+        """Return the leading blocks that other prompts share, where that takes a state to use."""
+        groups = self.layout.groups
+        if not self.layout.has_states or not any(isinstance(spec, FullSpec) for spec in groups):
+            return 0
+        return shared_blocks(groups, limit, self._presence(keys))
 
     def counts(self) -> PoolCounts:
         """Return pages by state and the totals, all of one moment."""
@@ -281,7 +308,7 @@ class PrefixCache:
                 for group, entry in table.holdings():
                     refs[entry] += 1
                     assert entry.key is None or entry.key[0] == group
-                    assert len(entry.pages) == len(self.layout.groups[group].layers)
+                    assert len(entry.pages) == self.layout.groups[group].pages_per_block
             for entry in self.pool.entries():
                 assert entry.num_refs == refs[entry], "references and holders differ"
                 assert entry.key is not None or entry.num_refs == 1, "a private page is shared"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from prfaas.cache.prefix import PrefixCache
 from prfaas.engine.model import Model, Segment
-from prfaas.engine.pages import BlockWrite, plan_writes
+from prfaas.engine.pages import BlockWrite, plan_snapshots, plan_writes
 from prfaas.engine.sampler import Float32s
 from prfaas.engine.sequence import RequestState, SequenceState
 
@@ -31,27 +31,44 @@ class Forward:
         start, end = kv.num_tokens, kv.num_tokens + num_tokens
         is_last = end == len(sequence.tokens)
         wants_logits = is_last and (sequence.is_choice or state.needs_first_logits)
-        sequence.extend_keys(self._cache, end)
+        sequence.extend_keys(self._cache, min(end, state.published_tokens))
+        snapshots = plan_snapshots(
+            sequence.table,
+            self._cache.layout,
+            start=start,
+            end=end,
+            prompt_tokens=state.num_prompt_tokens,
+            published_tokens=state.published_tokens,
+        )
         writes = plan_writes(
             kv,
             sequence.table,
             self._cache.layout,
             end=end,
             prompt_tokens=state.num_prompt_tokens,
+            published_tokens=state.published_tokens,
+            snapshots=snapshots,
             sink=state.submission.sink,
         )
         for write in writes:
-            self._writes.setdefault(write.group, []).append((state, write))
+            self._writes.setdefault(write.copy.group, []).append((state, write))
         self._sequences.append(sequence)
         self._segments.append(
-            Segment(kv=kv, tokens=sequence.tokens[start:end], num_logits=int(wants_logits))
+            Segment(
+                kv=kv,
+                tokens=sequence.tokens[start:end],
+                num_logits=int(wants_logits),
+                prompt_end=state.num_prompt_tokens,
+                snapshots=snapshots,
+            )
         )
 
     def run(self, model: Model, on_layer: Callable[[], None]) -> list[Float32s | None]:
         """Compute; return each sequence's last row of logits, [V], or None if not wanted.
 
-        `on_layer` is called once a layer. Whole blocks are published. A request whose pages could not be written has its `failure`
-        set. Raises what the model raises; then nothing was computed.
+        `on_layer` is called once a layer. Whole blocks are published. A request whose pages could
+        not be written has its `failure` set. Raises what the model raises; then nothing was
+        computed.
         """
 
         def write_layer(layer: int) -> None:
@@ -61,17 +78,17 @@ class Forward:
         logits_TV = model.forward(self._segments, on_layer=write_layer)
         for writes in self._writes.values():
             for state, write in writes:
-                if state.failure is None and write.is_whole:
-                    write.table.commit(write.group, write.block)
+                if state.failure is None:
+                    write.commit()
         rows = iter(logits_TV.numpy())
         return [next(rows) if segment.num_logits else None for segment in self._segments]
 
     def _write_layer(self, layer: int) -> None:
         """Copy the blocks that are now complete in this layer; a failure is its request's alone."""
-        group, index = self._cache.layout.group_of_layer(layer)
-        for state, write in self._writes.get(group, ()):
-            if state.failure is None:
-                try:
-                    write.write(layer, index)
-                except Exception as error:  # noqa: BLE001  # a sink's, most likely
-                    state.failure = error
+        for group, layer_index in self._cache.layout.groups_of_layer(layer):
+            for state, write in self._writes.get(group, ()):
+                if state.failure is None:
+                    try:
+                        write.write(layer, layer_index)
+                    except Exception as error:  # noqa: BLE001  # a sink's, most likely
+                        state.failure = error

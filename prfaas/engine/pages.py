@@ -1,48 +1,154 @@
 """Copies between working copies and pages: hits in, finished blocks out, preempted sequences both.
 
-A block of one group is one page a layer. A page is written while the forward runs, layer by layer,
-and committed after it; one that is committed is never written again.
+A page is written while the forward runs, layer by layer, and committed after it; one that is
+committed is never written again. What is committed is a function of its tokens alone: of a model
+with states nothing that decode made, but in strict mode (`published_tokens`).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prfaas.cache.prefix import BlockTable
-from prfaas.cache.spec import CacheLayout, bytes_of_block, held_blocks, needed_blocks
+from prfaas.cache.spec import (
+    CacheLayout,
+    StateSpec,
+    bytes_of_page,
+    held_blocks,
+    needed_blocks,
+    replay_boundary,
+)
 from prfaas.engine.sequence_kv import SequenceKv
 from prfaas.engine.submission import PageSink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """The pages of one block of one group, and the part of a working copy that belongs there."""
+
+    kv: SequenceKv
+    table: BlockTable
+    layout: CacheLayout
+    group: int
+    block: int
+    num_tokens: int
+    """Tokens of the block, up to where its pages are exact; fewer than a block only in the last."""
+    pages: tuple[int, ...]
+
+    def write(self, layer: int, layer_index: int) -> Iterator[tuple[int, int]]:
+        """Fill the pages of `layer`, the group's number `layer_index`; yield (index, page) of each."""
+        spec = self.layout.groups[self.group]
+        for index, start in self._pages_of(layer_index):
+            page = self.pages[index]
+            out = self._view(index)
+            if isinstance(spec, StateSpec):
+                self.kv.state_of(layer).write_to(self._position, out, start)
+            else:
+                self.kv.export_block(layer, self.block, self.num_tokens, out)
+            yield index, page
+
+    def read(self, layer: int, layer_index: int) -> None:
+        """Take from the pages what `write` put there."""
+        spec = self.layout.groups[self.group]
+        for index, start in self._pages_of(layer_index):
+            data = self._view(index)
+            if isinstance(spec, StateSpec):
+                self.kv.state_of(layer).read_from(self._position, data, start)
+            else:
+                self.kv.import_block(layer, self.block, self.num_tokens, data)
+
+    def write_all(self) -> None:
+        """Fill the pages of all layers."""
+        for layer_index, layer in enumerate(self.layout.groups[self.group].layers):
+            for _ in self.write(layer, layer_index):
+                pass
+
+    def read_all(self) -> None:
+        """Take from the pages of all layers."""
+        for layer_index, layer in enumerate(self.layout.groups[self.group].layers):
+            self.read(layer, layer_index)
+
+    @property
+    def _position(self) -> int:
+        return self.block * self.layout.block_tokens + self.num_tokens
+
+    def _pages_of(self, layer_index: int) -> Iterator[tuple[int, int]]:
+        """Yield each page's index in the block and its start in what the layer keeps."""
+        spec = self.layout.groups[self.group]
+        num_slices = spec.slices_per_layer if isinstance(spec, StateSpec) else 1
+        for number in range(num_slices):
+            yield layer_index * num_slices + number, number * spec.page_bytes
+
+    def _view(self, index: int) -> memoryview:
+        layout = self.layout
+        spec = layout.groups[self.group]
+        size = bytes_of_page(spec, index, self.num_tokens, layout.block_tokens)
+        return self.table.view(self.pages[index])[:size]
 
 
 def load_pages(
     kv: SequenceKv, table: BlockTable, layout: CacheLayout, *, stored_tokens: int, num_tokens: int
 ) -> None:
-    """Make `kv` hold the first `num_tokens` of the `stored_tokens` tokens that the pages hold."""
+    """Make `kv` hold the first `num_tokens` of the `stored_tokens` tokens that the pages hold.
+
+    In a model with states the pages must hold one at exactly `num_tokens`.
+    """
     for group, spec in enumerate(layout.groups):
         for block in held_blocks(spec, num_tokens, layout.block_tokens):
             pages = table.pages(group, block)
             assert pages is not None, f"{spec.name} block {block} is not here"
             in_block = min(layout.block_tokens, stored_tokens - block * layout.block_tokens)
-            size = bytes_of_block(spec, in_block, layout.block_tokens)
-            for layer, page in zip(spec.layers, pages, strict=True):
-                kv.import_block(layer, block, in_block, table.view(page)[:size])
+            copy = BlockCopy(
+                kv=kv,
+                table=table,
+                layout=layout,
+                group=group,
+                block=block,
+                num_tokens=in_block,
+                pages=pages,
+            )
+            copy.read_all()
     if num_tokens:
         kv.set_num_tokens(num_tokens)
 
 
-def save_pages(kv: SequenceKv, table: BlockTable, layout: CacheLayout) -> bool:
-    """Put what it takes to go on at `kv.num_tokens` into pages; False if there were not enough."""
+def drop_private_pages(table: BlockTable, layout: CacheLayout) -> None:
+    """Let go of what only this table holds, once it is in a working copy, in a model with states.
+
+    A state is of no use but at its one position, and may be as large as the KV of thousands of
+    tokens; what decode made is never published.
+    """
+    if layout.has_states:
+        for group in range(len(layout.groups)):
+            table.drop_private(group)
+
+
+def save_pages(
+    kv: SequenceKv, table: BlockTable, layout: CacheLayout, *, published_tokens: int
+) -> bool:
+    """Put what it takes to go on at `kv.num_tokens` into pages; False if there were not enough.
+
+    Whole blocks of the first `published_tokens` tokens are committed, the others stay private.
+    """
+    block_tokens = layout.block_tokens
     for group, spec in enumerate(layout.groups):
-        for block in held_blocks(spec, kv.num_tokens, layout.block_tokens):
+        for block in held_blocks(spec, kv.num_tokens, block_tokens):
             if table.is_committed(group, block):
                 continue
             pages = table.try_allocate(group, block)
             if pages is None:
                 return False
-            in_block = min(layout.block_tokens, kv.num_tokens - block * layout.block_tokens)
-            size = bytes_of_block(spec, in_block, layout.block_tokens)
-            for layer, page in zip(spec.layers, pages, strict=True):
-                kv.export_block(layer, block, in_block, table.view(page)[:size])
-            if in_block == layout.block_tokens:
+            in_block = min(block_tokens, kv.num_tokens - block * block_tokens)
+            copy = BlockCopy(
+                kv=kv,
+                table=table,
+                layout=layout,
+                group=group,
+                block=block,
+                num_tokens=in_block,
+                pages=pages,
+            )
+            copy.write_all()
+            if in_block == block_tokens and (block + 1) * block_tokens <= published_tokens:
                 table.commit(group, block)
     return True
 
@@ -51,27 +157,46 @@ def save_pages(kv: SequenceKv, table: BlockTable, layout: CacheLayout) -> bool:
 class BlockWrite:
     """One block of one group that the running forward brings to its end."""
 
-    kv: SequenceKv
-    table: BlockTable
-    group: int
-    block: int
-    num_tokens: int
-    """Tokens of the block; fewer than a block only at the end of a prompt."""
-    num_bytes: int
-    """Of each page."""
-    pages: tuple[int, ...]
+    copy: BlockCopy
     sink: PageSink | None
     """Who is told of each written page."""
     is_whole: bool
     """It may be published after the forward."""
 
-    def write(self, layer: int, index: int) -> None:
-        """Copy the K and V that `layer`, the group's number `index`, has just written."""
-        page = self.pages[index]
-        out = self.table.view(page)[: self.num_bytes]
-        self.kv.export_block(layer, self.block, self.num_tokens, out)
-        if self.sink is not None:
-            self.sink.page_ready(self.group, layer, self.block, self.num_tokens, page)
+    def write(self, layer: int, layer_index: int) -> None:
+        """Copy what `layer`, the group's number `layer_index`, has just written."""
+        copy = self.copy
+        for index, page in copy.write(layer, layer_index):
+            if self.sink is not None:
+                self.sink.page_ready(copy.group, index, copy.block, copy.num_tokens, page)
+
+    def commit(self) -> None:
+        """Publish the block if it is whole."""
+        if self.is_whole:
+            self.copy.table.commit(self.copy.group, self.copy.block)
+
+
+def plan_snapshots(
+    table: BlockTable,
+    layout: CacheLayout,
+    *,
+    start: int,
+    end: int,
+    prompt_tokens: int,
+    published_tokens: int,
+) -> tuple[int, ...]:
+    """Return the positions at whose state a forward from `start` to `end` is to keep a copy.
+
+    Those on the block grid that are worth their pages: the prompt's replay boundary, where it
+    parted from another prompt, and where strict mode publishes what decode made, the last block.
+    """
+    if not layout.has_states:
+        return ()
+    last = end // layout.block_tokens * layout.block_tokens
+    wanted = {replay_boundary(prompt_tokens, layout.block_tokens), table.junction_tokens}
+    if last > prompt_tokens:
+        wanted.add(last)
+    return tuple(sorted(at for at in wanted if start < at <= min(end, published_tokens)))
 
 
 def plan_writes(
@@ -81,35 +206,47 @@ def plan_writes(
     *,
     end: int,
     prompt_tokens: int,
+    published_tokens: int,
+    snapshots: tuple[int, ...],
     sink: PageSink | None,
 ) -> Iterator[BlockWrite]:
     """Yield the writes of a forward that takes `kv` from its num_tokens to `end`.
 
-    Those are the blocks it makes whole and, for a sink, the prompt's cut last one. A block that the
-    pool has no pages for is left out: it is not cached. The sink hears of those needed to go on
-    after the prompt; their pages are reserved.
+    Those are the blocks it makes whole and, for a sink, the prompt's cut last one; of states the
+    `snapshots` and, for a sink, that at the prompt's end. A block that the pool has no pages for is
+    left out: it is not cached. The sink hears of those needed to go on after the prompt; their
+    pages are reserved.
     """
     block_tokens = layout.block_tokens
-    last = end // block_tokens
-    if sink is not None and end == prompt_tokens:
+    is_last = sink is not None and end == prompt_tokens
+    last = min(end, published_tokens) // block_tokens
+    if is_last:
         last = -(-end // block_tokens)
+    state_blocks = {at // block_tokens - 1 for at in snapshots}
+    if is_last:
+        state_blocks.add(last - 1)
     for block in range(kv.num_tokens // block_tokens, last):
         num_tokens = min(block_tokens, end - block * block_tokens)
         for group, spec in enumerate(layout.groups):
+            if isinstance(spec, StateSpec) and block not in state_blocks:
+                continue
             if table.is_committed(group, block):
                 continue  # computed again after a preemption that saved nothing
             pages = table.try_allocate(group, block)
             if pages is None:
                 continue
             is_announced = block in needed_blocks(spec, prompt_tokens, block_tokens)
-            yield BlockWrite(
+            copy = BlockCopy(
                 kv=kv,
                 table=table,
+                layout=layout,
                 group=group,
                 block=block,
                 num_tokens=num_tokens,
-                num_bytes=bytes_of_block(spec, num_tokens, block_tokens),
                 pages=pages,
+            )
+            yield BlockWrite(
+                copy=copy,
                 sink=sink if is_announced else None,
                 is_whole=num_tokens == block_tokens,
             )

@@ -19,17 +19,18 @@ from functools import partial
 from prfaas.cache.prefix import PrefixCache
 from prfaas.clock import Clock
 from prfaas.engine.batcher import Batcher, StepPlan
+from prfaas.engine.choices import draw_first_tokens, draw_token
 from prfaas.engine.forward import Forward
 from prfaas.engine.model import Model
 from prfaas.engine.options import EngineOptions
-from prfaas.engine.pages import load_pages, save_pages
 from prfaas.engine.rate import PrefillRate
-from prfaas.engine.sampler import Float32s, Sampler, TokenHistory
-from prfaas.engine.sequence import RequestState, SequenceState, check_submission
+from prfaas.engine.sampler import Float32s, Sampler
+from prfaas.engine.sequence import RequestState, SequenceState, check_submission, new_request
 from prfaas.engine.submission import EngineEvent, EngineLoad, FirstLogits, Submission
+from prfaas.engine.working_copies import WorkingCopies
 from prfaas.errors import BadRequest, ConfigError
 from prfaas.log import get_logger
-from prfaas.types import RequestEnded, TokenEvent
+from prfaas.types import RequestEnded
 
 
 class Runner:
@@ -50,6 +51,8 @@ class Runner:
         self._model = model
         self._cache = cache
         self._layout = cache.layout
+        self._copies = WorkingCopies(model, cache)
+        self._publishes_decode = not cache.layout.has_states or options.numerics == "strict"
         self._clock = clock
         self._sampler = Sampler(model.config.vocab_size)
         self._batcher = Batcher(
@@ -105,24 +108,16 @@ class Runner:
             vocab_size=self._model.config.vocab_size,
             max_context_tokens=self.max_context_tokens,
         )
-        max_total = min(num_prompt + request.sampling.max_tokens, self.max_context_tokens)
-        state = RequestState(
-            submission=submission,
-            max_total_tokens=max_total,
-            open_choices=[],
+        state = new_request(
+            submission,
+            max_context_tokens=self.max_context_tokens,
+            publishes_decode=self._publishes_decode,
         )
-        for choice in range(request.num_choices):
-            forced = state.forced(choice)
-            if not forced or state.finish_reason(forced[-1], num_prompt + len(forced)) is None:
-                state.open_choices.append(choice)
         if not state.open_choices:
             submission.table.release()
             self._events.append(RequestEnded(request_id=request.request_id))
             return
-        # The last prompt token is computed again if its logits are wanted and its KV came ready.
-        num_computed = min(
-            submission.table.num_tokens, num_prompt - 1 if state.needs_first_logits else num_prompt
-        )
+        num_computed = min(submission.table.num_tokens, state.num_reusable(self._layout))
         sequence = SequenceState(
             key=next(self._keys),
             owner=state,
@@ -136,7 +131,7 @@ class Runner:
             sequence.key,
             num_tokens=num_prompt,
             num_computed=num_computed,
-            max_kv_tokens=num_prompt if submission.prefill_only else max_total - 1,
+            max_kv_tokens=num_prompt if submission.prefill_only else state.max_total_tokens - 1,
             has_begun=any(submission.forced_tokens),
         )
         self._requests[request.request_id] = state
@@ -223,16 +218,7 @@ class Runner:
             self._guard(reservation.key, partial(self._grow, reservation.capacity_tokens))
 
     def _admit(self, capacity_tokens: int, sequence: SequenceState) -> None:
-        sequence.kv = self._model.new_kv(
-            capacity_tokens=capacity_tokens, block_tokens=self._layout.block_tokens
-        )
-        load_pages(
-            sequence.kv,
-            sequence.table,
-            self._layout,
-            stored_tokens=sequence.stored_tokens,
-            num_tokens=sequence.resume_tokens,
-        )
+        self._copies.make(sequence, capacity_tokens)
         if sequence.resume_tokens == len(sequence.tokens):  # all of it came from a peer
             self._split(sequence, None)
 
@@ -241,24 +227,7 @@ class Runner:
         sequence.kv.reserve(capacity_tokens)
 
     def _move_out(self, sequence: SequenceState) -> None:
-        """Let a preempted sequence's working copy go, its KV into pages if there are enough."""
-        kv, sequence.kv = sequence.kv, None
-        assert kv is not None
-        saved = kv.num_tokens
-        if not save_pages(kv, sequence.table, self._layout):
-            saved = self._fall_back(sequence)
-        sequence.stored_tokens = sequence.resume_tokens = saved
-        self._batcher.moved_out(sequence.key, saved)
-
-    def _fall_back(self, sequence: SequenceState) -> int:
-        """Keep only the pages that a lookup finds; return the tokens they hold."""
-        if sequence.owner.submission.sink is not None:
-            return 0  # the sink reads this very table
-        keys = self._cache.block_keys(sequence.tokens, sequence.owner.request.cache_salt)
-        table = self._cache.lookup(keys, len(sequence.tokens))
-        sequence.table.release()
-        sequence.table, sequence.last_key = table, None
-        return table.hit_tokens
+        self._batcher.moved_out(sequence.key, self._copies.end(sequence))
 
     # ------------------------------------------------------------ the forward
 
@@ -288,7 +257,7 @@ class Runner:
         state.num_prompt_done = max(state.num_prompt_done, min(end, state.num_prompt_tokens))
         if state.submission.sink is not None:
             state.submission.sink.progress(end)
-        sequence.table.slide(end)
+        sequence.table.slide(min(end, state.published_tokens))
         if end < len(sequence.tokens):
             return
         if sequence.choice_index is None:
@@ -301,7 +270,15 @@ class Runner:
 
     def _go_on(self, sequence: SequenceState, choice: int, row_V: Float32s) -> None:
         """Draw a decoding choice's next token."""
-        event = self._draw(sequence.owner, choice, row_V, len(sequence.tokens), sequence.history)
+        event = draw_token(
+            self._sampler,
+            sequence.owner,
+            choice,
+            row_V,
+            position=len(sequence.tokens),
+            history=sequence.history,
+        )
+        self._events.append(event)
         if event.finish_reason is not None:
             self._close_choice(sequence.owner, choice)
             return
@@ -313,17 +290,8 @@ class Runner:
     def _split(self, prompt: SequenceState, row_V: Float32s | None) -> None:
         """Give each choice its first token and its own sequence; the first takes the prompt's."""
         state = prompt.owner
-        lines: list[tuple[int, tuple[int, ...]]] = []
-        for choice in state.open_choices:
-            completion = state.forced(choice)
-            if not completion:
-                assert row_V is not None
-                history = state.new_history(())
-                event = self._draw(state, choice, row_V, state.num_prompt_tokens, history)
-                if event.finish_reason is not None:
-                    continue
-                completion = (event.token_id,)
-            lines.append((choice, completion))
+        events, lines = draw_first_tokens(self._sampler, state, row_V)
+        self._events += events
         if state.submission.return_logits:
             assert row_V is not None
             logits = row_V.astype("<f4").tobytes()
@@ -341,7 +309,6 @@ class Runner:
 
     def _fork(self, prompt: SequenceState, choice: int, completion: tuple[int, ...]) -> None:
         """Start a choice from a copy of the prompt's KV, or let it wait and go on from its pages."""
-        assert prompt.kv is not None
         keys = self._cache.block_keys(prompt.tokens, prompt.owner.request.cache_salt)
         table = self._cache.lookup(keys, len(prompt.tokens) + 1)
         sequence = SequenceState(
@@ -362,34 +329,7 @@ class Runner:
         )
         self._enter(sequence)
         if capacity_tokens is not None:
-            sequence.kv = prompt.kv.fork()
-            sequence.kv.reserve(capacity_tokens)
-
-    def _draw(
-        self,
-        state: RequestState,
-        choice: int,
-        row_V: Float32s,
-        position: int,
-        history: TokenHistory | None,
-    ) -> TokenEvent:
-        """Draw the token at `position` and tell; the event is returned, too."""
-        draw = self._sampler.draw(
-            row_V,
-            state.request.sampling,
-            choice_index=choice,
-            position=position,
-            history=history,
-        )
-        event = TokenEvent(
-            request_id=state.request.request_id,
-            choice_index=choice,
-            token_id=draw.token_id,
-            logprobs=draw.logprobs,
-            finish_reason=state.finish_reason(draw.token_id, position + 1),
-        )
-        self._events.append(event)
-        return event
+            self._copies.fork(prompt, sequence, capacity_tokens)
 
     # ------------------------------------------------------------ ends
 

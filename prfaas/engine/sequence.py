@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from prfaas.cache.prefix import BlockTable, PrefixCache
+from prfaas.cache.spec import CacheLayout, replay_boundary
 from prfaas.engine.sampler import TokenHistory, uses_history
 from prfaas.engine.sequence_kv import SequenceKv
 from prfaas.engine.submission import Submission
@@ -80,6 +81,26 @@ class SequenceState:
         self.table.extend_keys(keys)
 
 
+def new_request(
+    submission: Submission, *, max_context_tokens: int, publishes_decode: bool
+) -> "RequestState":
+    """Return the state of a submission that was checked; choices that have ended are not open."""
+    request = submission.request
+    num_prompt = len(request.prompt_tokens)
+    max_total = min(num_prompt + request.sampling.max_tokens, max_context_tokens)
+    state = RequestState(
+        submission=submission,
+        max_total_tokens=max_total,
+        published_tokens=max_total if publishes_decode else num_prompt,
+        open_choices=[],
+    )
+    for choice in range(request.num_choices):
+        forced = state.forced(choice)
+        if not forced or state.finish_reason(forced[-1], num_prompt + len(forced)) is None:
+            state.open_choices.append(choice)
+    return state
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
     """One submission between `submit` and its RequestEnded."""
@@ -87,6 +108,9 @@ class RequestState:
     submission: Submission
     max_total_tokens: int
     """Prompt plus completion, by max_tokens and the context limit."""
+    published_tokens: int
+    """Tokens of each sequence whose pages are a function of the tokens alone: all, or where decode
+    has bits of its own, the prompt's. Only these are shared."""
     open_choices: list[int]
     """Choices that have not finished, in order."""
     num_prompt_ready: int = 0
@@ -124,6 +148,19 @@ class RequestState:
         if last_token in self.request.sampling.stop_token_ids:
             return "stop"
         return "length" if num_tokens >= self.max_total_tokens else None
+
+    def num_reusable(self, layout: CacheLayout) -> int:
+        """Return how many prompt tokens need not be computed, whatever the table holds.
+
+        If the logits after the prompt are wanted, its last token is among those that do; a model
+        with states goes back to where one was kept before it.
+        """
+        num_prompt = self.num_prompt_tokens
+        if not self.needs_first_logits:
+            return num_prompt
+        if layout.has_states:
+            return replay_boundary(num_prompt, layout.block_tokens)
+        return num_prompt - 1
 
     def new_history(self, completion: tuple[int, ...]) -> TokenHistory | None:
         """Return the history of a choice, or None if its parameters need none."""

@@ -3,26 +3,41 @@
 They are exported and imported as pages: K and V by the block, a state by the slice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
-from typing import TYPE_CHECKING
 
+from prfaas.engine.chunk_grid import exported_state_bytes
 from prfaas.engine.kv import FLOAT32_BYTES, LayerKv, attention_of, layer_capacity
 from prfaas.engine.mixer_spec import MixerSpec
+from prfaas.engine.states import LayerState
 
-if TYPE_CHECKING:
-    from prfaas.engine.states import LayerState
+HELD_STATES = 2
+"""A forward reads a layer's state where it starts and holds the one where it ends."""
 
 
-def capacity_bytes(layers: Sequence[MixerSpec], capacity_tokens: int) -> int:
-    """Return the bytes of the buffers of a sequence's working copy in all attention layers."""
+def capacity_bytes(
+    layers: Sequence[MixerSpec],
+    capacity_tokens: int,
+    replay_dims: Sequence[int | None] | None = None,
+) -> int:
+    """Return the bytes of a sequence's working copy in all layers.
+
+    A state counts twice, for where a forward starts and where it ends; the copies that a prefill
+    takes in passing live for one forward, as activations do, and do not count.
+    """
+    dims = replay_dims or [None] * len(layers)
     return sum(
-        layer_capacity(attention, capacity_tokens) * attention.values_per_token * FLOAT32_BYTES
-        for attention in map(attention_of, layers)
-        if attention is not None
+        _kv_bytes(layer, capacity_tokens) + HELD_STATES * exported_state_bytes(layer, dim)
+        for layer, dim in zip(layers, dims, strict=True)
     )
+
+
+def _kv_bytes(layer: MixerSpec, capacity_tokens: int) -> int:
+    attention = attention_of(layer)
+    if attention is None:
+        return 0
+    num_tokens = layer_capacity(attention, capacity_tokens)
+    return num_tokens * attention.values_per_token * FLOAT32_BYTES
 
 
 class SequenceKv:
@@ -58,8 +73,9 @@ class SequenceKv:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(layer.nbytes for layer in self.layers if layer is not None)
+        """Bytes of all buffers, each state as often as `capacity_bytes` counts it."""
+        kv_bytes = sum(layer.nbytes for layer in self.layers if layer is not None)
+        return kv_bytes + HELD_STATES * sum(s.nbytes for s in self.states if s is not None)
 
     def kv_of(self, layer: int) -> LayerKv:
         """Return an attention layer's K and V."""
@@ -118,7 +134,7 @@ class SequenceKv:
                 layer.reserve(capacity_tokens)
         self.capacity_tokens = max(self.capacity_tokens, capacity_tokens)
 
-    def fork(self) -> SequenceKv:
+    def fork(self) -> "SequenceKv":
         """Return an independent copy, for another continuation of the same tokens."""
         other = copy(self)
         other.layers = [None if layer is None else layer.fork() for layer in self.layers]
@@ -132,8 +148,4 @@ def _new_kv(spec: MixerSpec, capacity_tokens: int, block_tokens: int) -> LayerKv
 
 
 def _new_state(spec: MixerSpec, replay_dim: int | None) -> LayerState | None:
-    if not spec.states:
-        return None
-    from prfaas.engine.states import LayerState
-
-    return LayerState(spec, replay_dim=replay_dim)
+    return LayerState(spec, replay_dim=replay_dim) if spec.states else None

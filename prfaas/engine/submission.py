@@ -19,8 +19,8 @@ class PageSink(Protocol):
     they raise fails this request alone.
     """
 
-    def page_ready(self, group: int, layer: int, block: int, num_tokens: int, page: int) -> None:
-        """Take one written page: `num_tokens` tokens of one layer's block.
+    def page_ready(self, group: int, index: int, block: int, num_tokens: int, page: int) -> None:
+        """Take one written page: number `index` of a block, exact up to `num_tokens` tokens of it.
 
         Comes once for every page that is needed to continue after the prompt and is not part of
         the prefix hit, layer by layer while the forward pass runs.

@@ -7,7 +7,7 @@ import torch
 
 from prfaas.cache.hashing import root_key
 from prfaas.cache.prefix import PrefixCache
-from prfaas.cache.spec import CacheLayout, WindowSpec
+from prfaas.cache.spec import CacheLayout, StateSpec, WindowSpec
 from prfaas.clock import Clock, monotonic_s
 from prfaas.config.options import NodeConfig
 from prfaas.engine.loader import load_model
@@ -87,7 +87,11 @@ def layout_text(layout: CacheLayout) -> str:
     """Return the layout in one line that a person can compare."""
     groups = []
     for spec in layout.groups:
-        window = f" window {spec.window_tokens}" if isinstance(spec, WindowSpec) else ""
+        size = f"page {spec.page_bytes}"
+        if isinstance(spec, WindowSpec):
+            size = f"window {spec.window_tokens} {size}"
+        if isinstance(spec, StateSpec):
+            size = f"state {spec.state_bytes} {size}"
         layers = ",".join(map(str, spec.layers))
-        groups.append(f"{spec.name}{window} page {spec.page_bytes} layers {layers}")
+        groups.append(f"{spec.name} {size} layers {layers}")
     return f"v{layout.layout_version}: {'; '.join(groups)}"

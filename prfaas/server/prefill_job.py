@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 
 from prfaas.cache.prefix import BlockTable
-from prfaas.cache.spec import CacheLayout, bytes_of_block, missing_blocks
+from prfaas.cache.spec import CacheLayout, bytes_of_page, missing_blocks
 from prfaas.engine.submission import EngineLoad, FirstLogits
 from prfaas.errors import EngineError, PrfaasError
 from prfaas.server.engine_thread import EngineStream, EngineThread
@@ -25,13 +25,13 @@ def places_to_send(layout: CacheLayout, num_tokens: int, have_tokens: int) -> li
     return [
         PagePlace(
             group=group,
-            layer=layer,
+            index=index,
             block=block,
             num_tokens=min(block_tokens, num_tokens - block * block_tokens),
         )
         for group, spec in enumerate(layout.groups)
         for block in missing_blocks(spec, num_tokens, have_tokens, block_tokens)
-        for layer in range(len(spec.layers))
+        for index in range(spec.pages_per_block)
     ]
 
 
@@ -68,7 +68,7 @@ class PrefillJob:
 
     def _queue_hit(self) -> None:
         hit_blocks = self._table.hit_tokens // self._layout.block_tokens
-        for place in sorted(self._unsent, key=lambda p: (p.block, p.group, p.layer)):
+        for place in sorted(self._unsent, key=lambda p: (p.block, p.group, p.index)):
             if place.block < hit_blocks:
                 self._queue(place)
 
@@ -82,15 +82,14 @@ class PrefillJob:
         pages = self._table.pages(place.group, place.block)
         assert pages is not None, f"{place} was let go before it was sent"
         spec = self._layout.groups[place.group]
-        num_bytes = bytes_of_block(spec, place.num_tokens, self._layout.block_tokens)
-        return self._table.view(pages[place.layer])[:num_bytes]
+        num_bytes = bytes_of_page(spec, place.index, place.num_tokens, self._layout.block_tokens)
+        return self._table.view(pages[place.index])[:num_bytes]
 
     # ------------------------------------------------------------ on the engine's thread
 
-    def page_ready(self, group: int, layer: int, block: int, num_tokens: int, page: int) -> None:
+    def page_ready(self, group: int, index: int, block: int, num_tokens: int, page: int) -> None:
         """Take a written page by its place; it is looked up again when its turn comes."""
-        _, index = self._layout.group_of_layer(layer)
-        self._ready.append(PagePlace(group=group, layer=index, block=block, num_tokens=num_tokens))
+        self._ready.append(PagePlace(group=group, index=index, block=block, num_tokens=num_tokens))
         if not self._is_waking:
             self._is_waking = True
             self._loop.call_soon_threadsafe(self._take_ready)

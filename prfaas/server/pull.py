@@ -4,7 +4,7 @@ What was published stays when the transfer dies: a fresh lookup finds it, and th
 """
 
 from prfaas.cache.prefix import BlockTable
-from prfaas.cache.spec import CacheLayout, bytes_of_block, missing_blocks
+from prfaas.cache.spec import CacheLayout, bytes_of_page, missing_blocks
 from prfaas.errors import ProtocolError
 from prfaas.transport.messages import TransferTotals
 from prfaas.transport.wire import Frame, FrameHeader
@@ -24,11 +24,11 @@ class Pull:
         self._num_tokens = num_tokens
         self._have_tokens = have_tokens
         self._open: dict[tuple[int, int], set[int]] = {
-            (group, block): set(range(len(spec.layers)))
+            (group, block): set(range(spec.pages_per_block))
             for group, spec in enumerate(layout.groups)
             for block in missing_blocks(spec, num_tokens, have_tokens, layout.block_tokens)
         }
-        """Layers not yet verified of each (group, block) not yet whole."""
+        """Pages not yet verified of each (group, block) not yet whole."""
         self._whole: set[tuple[int, int]] = set()
 
     @property
@@ -44,28 +44,28 @@ class Pull:
                 f"page of group {header.group} block {header.block} was not asked for"
             )
         spec = self._layout.groups[header.group]
-        if header.layer >= len(spec.layers):
-            raise ProtocolError(f"layer {header.layer} of {len(spec.layers)} in {spec.name}")
+        if header.index >= spec.pages_per_block:
+            raise ProtocolError(f"page {header.index} of {spec.pages_per_block} in {spec.name}")
         block_tokens = self._layout.block_tokens
         num_tokens = min(block_tokens, self._num_tokens - header.block * block_tokens)
         if header.num_tokens != num_tokens:
             raise ProtocolError(f"page of {header.num_tokens} tokens, expected {num_tokens}")
-        if header.layer not in self._open.get(place, ()):
+        if header.index not in self._open.get(place, ()):
             return None
         pages = self._table.pages(header.group, header.block)
         assert pages is not None, "a reserved block is gone"
-        num_bytes = bytes_of_block(spec, num_tokens, block_tokens)
-        return self._table.view(pages[header.layer])[:num_bytes]
+        num_bytes = bytes_of_page(spec, header.index, num_tokens, block_tokens)
+        return self._table.view(pages[header.index])[:num_bytes]
 
     def verified(self, frame: Frame) -> None:
-        """Take note of a verified page; a block whose last layer it was is published."""
+        """Take note of a verified page; a block whose last page it was is published."""
         header = frame.header
         self.num_pages += 1
         self.num_page_bytes += header.length
         if not frame.is_placed:
             return
         place = (header.group, header.block)
-        self._open[place].remove(header.layer)
+        self._open[place].remove(header.index)
         if not self._open[place]:
             del self._open[place]
             self._whole.add(place)

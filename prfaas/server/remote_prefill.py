@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prfaas.cache.prefix import BlockTable
-from prfaas.cache.spec import CacheLayout, FullSpec
+from prfaas.cache.spec import CacheLayout
 from prfaas.clock import Clock
 from prfaas.errors import (
     IncompatiblePeer,
@@ -199,14 +199,12 @@ class RemotePrefiller:
     def _monitor(self, attempt: RemoteAttempt, started_s: float) -> TransferMonitor:
         num_tokens, have_tokens = len(attempt.request.prompt_tokens), attempt.table.hit_tokens
         layout = self._layout
-        full = tuple(spec for spec in layout.groups if isinstance(spec, FullSpec))
-        streamed = CacheLayout(block_tokens=layout.block_tokens, groups=full) if full else None
         return TransferMonitor(
             started_s=started_s,
             num_tokens=num_tokens,
             tokens_done=attempt.peer_hit_tokens,
             num_kv_bytes=layout.bytes_needed(num_tokens, have_tokens),
-            num_streamed_bytes=streamed.bytes_needed(num_tokens, have_tokens) if streamed else 0,
+            num_streamed_bytes=layout.streamed_bytes(num_tokens, have_tokens),
             local_estimate_s=attempt.local_estimate_s,
             stall_timeout_s=self._options.stall_timeout_s,
         )

@@ -21,11 +21,11 @@ from prfaas.transport.wire import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagePlace:
-    """One layer's KV of one block, and how many tokens of the block it covers."""
+    """One page of one block, and how many tokens of the block it covers or counts in."""
 
     group: int
-    layer: int
-    """Index of the layer inside its group."""
+    index: int
+    """Of the page among those of its block."""
     block: int
     num_tokens: int
 
@@ -163,7 +163,7 @@ class OutgoingTransfer:
         header = FrameHeader(
             type=FrameType.PAGE,
             group=place.group,
-            layer=place.layer,
+            index=place.index,
             block=place.block,
             num_tokens=place.num_tokens,
         )

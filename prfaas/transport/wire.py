@@ -2,7 +2,7 @@
 
 A frame is a 32-byte little-endian header and `length` bytes of payload:
 
-    type u8 | codec u8 | group u16 | layer u16 | zero u16 | block u32 | num_tokens u32 |
+    type u8 | codec u8 | group u16 | index u16 | zero u16 | block u32 | num_tokens u32 |
     length u32 | header_check u32 | checksum u64
 
 `header_check` is the low half of xxh3-64 over the 20 bytes before it, so that a damaged header is
@@ -70,11 +70,11 @@ class FrameHeader:
     type: FrameType
     codec: Codec = Codec.RAW
     group: int = 0
-    layer: int = 0
-    """Index of the layer inside its group."""
+    index: int = 0
+    """Of the page among those of its block."""
     block: int = 0
     num_tokens: int = 0
-    """Tokens of the block that the page covers: block_tokens, or fewer for the last one."""
+    """Of the block, up to where the page is exact: block_tokens, or fewer for the last one."""
     length: int = 0
 
 
@@ -106,7 +106,7 @@ def encode_header(header: FrameHeader, payload: bytes | memoryview = b"") -> byt
         header.type,
         header.codec,
         header.group,
-        header.layer,
+        header.index,
         0,
         header.block,
         header.num_tokens,
@@ -208,13 +208,13 @@ class FrameDecoder:
         self._digest = xxhash.xxh3_64(fields)
         if header_check != self._digest.intdigest() & 0xFFFFFFFF:
             raise ProtocolError("header checksum mismatch")
-        kind, codec, group, layer, zero, block, num_tokens, length = _FIELDS.unpack(fields)
+        kind, codec, group, index, zero, block, num_tokens, length = _FIELDS.unpack(fields)
         try:
             header = FrameHeader(
                 type=FrameType(kind),
                 codec=Codec(codec),
                 group=group,
-                layer=layer,
+                index=index,
                 block=block,
                 num_tokens=num_tokens,
                 length=length,
@@ -233,7 +233,7 @@ class FrameDecoder:
             if not header.length or not header.num_tokens:
                 raise ProtocolError("empty PAGE frame")
             return
-        if header.group or header.layer or header.block or header.num_tokens:
+        if header.group or header.index or header.block or header.num_tokens:
             raise ProtocolError(f"{header.type.name} frame with a page's span")
         limit = MAX_PAYLOAD_BYTES[header.type]
         if header.length > limit:

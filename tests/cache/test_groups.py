@@ -3,11 +3,12 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prfaas.cache.groups import longest_hit
-from prfaas.cache.spec import FullSpec, GroupSpec, WindowSpec
+from prfaas.cache.groups import longest_hit, shared_blocks
+from prfaas.cache.spec import FullSpec, GroupSpec, StateSpec, WindowSpec
 
 BLOCK_TOKENS = 4
 FULL = FullSpec(name="full", layers=(0,), page_bytes=64)
+STATE = StateSpec(name="state", layers=(2, 3), page_bytes=64, state_bytes=100)
 NUM_BLOCKS = 14
 
 
@@ -15,7 +16,9 @@ def window(window_tokens: int) -> WindowSpec:
     return WindowSpec(name="window", layers=(1,), page_bytes=64, window_tokens=window_tokens)
 
 
-GROUPS = st.lists(st.one_of(st.just(FULL), st.integers(1, 40).map(window)), min_size=1, max_size=4)
+GROUPS = st.lists(
+    st.one_of(st.just(FULL), st.just(STATE), st.integers(1, 40).map(window)), min_size=1, max_size=4
+)
 PRESENT = st.lists(
     st.lists(st.sampled_from([True, True, True, False]), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS),
     min_size=4,
@@ -24,7 +27,9 @@ PRESENT = st.lists(
 
 
 def serves(spec: GroupSpec, present: list[bool], num_blocks: int) -> bool:
-    """Return whether every token that position `num_blocks * BLOCK_TOKENS` sees is present."""
+    """Return whether all that position `num_blocks * BLOCK_TOKENS` looks back at is present."""
+    if isinstance(spec, StateSpec):
+        return num_blocks == 0 or present[num_blocks - 1]
     position = num_blocks * BLOCK_TOKENS
     width = position if isinstance(spec, FullSpec) else spec.window_tokens - 1
     return all(present[j // BLOCK_TOKENS] for j in range(max(0, position - width), position))
@@ -55,7 +60,31 @@ def test_the_hit_is_the_longest_length_that_every_group_serves(
 
 def test_full_attention_alone_is_not_a_hit_when_its_windows_are_gone():
     """The state or window of a hit must be there with the KV, or it is no hit at all."""
-    assert longest_hit([FULL, window(9)], BLOCK_TOKENS, 10, lambda group, block: group == 0) == 0
+    for other in (window(9), STATE):
+        assert longest_hit([FULL, other], BLOCK_TOKENS, 10, lambda group, block: group == 0) == 0
+    assert shared_blocks([FULL, STATE], 10, lambda group, block: group == 0) == 10
+
+
+def test_states_of_two_groups_serve_where_both_were_kept():
+    there = {(1, 3), (1, 5), (1, 8), (2, 3), (2, 6), (2, 7)}
+    hit = longest_hit(
+        [FULL, STATE, STATE],
+        BLOCK_TOKENS,
+        10,
+        lambda group, block: group == 0 or (group, block) in there,
+    )
+    assert hit == 4
+
+
+def test_a_state_beyond_the_kv_is_no_hit():
+    """Nor is KV beyond the state: both end at one position."""
+    state_at = {2, 7}
+    for num_kv_blocks, expected in ((9, 8), (8, 8), (7, 3), (3, 3), (2, 0)):
+
+        def is_present(group: int, block: int, num_kv_blocks: int = num_kv_blocks) -> bool:
+            return block < num_kv_blocks if group == 0 else block in state_at
+
+        assert longest_hit([FULL, STATE], BLOCK_TOKENS, 10, is_present) == expected
 
 
 def test_a_window_found_further_back_is_the_hit():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.cache.hashing import block_keys, root_key
-from prfaas.cache.spec import CacheLayout, FullSpec, WindowSpec
+from prfaas.cache.spec import CacheLayout, FullSpec, StateSpec, WindowSpec
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 ROOT = bytes(range(32))
@@ -114,3 +114,15 @@ def test_fields_that_run_together_give_other_roots(first, second):
     assert root(model_fingerprint="ab", numerics_fingerprint="c") != root(
         model_fingerprint="a", numerics_fingerprint="bc"
     )
+
+
+def test_states_of_other_sizes_have_other_roots():
+    """Strict mode's states carry rows besides: never a hit for the others."""
+
+    def with_state(state_bytes: int) -> CacheLayout:
+        full = FullSpec(name="full", layers=(1,), page_bytes=64)
+        state = StateSpec(name="state", layers=(0,), page_bytes=64, state_bytes=state_bytes)
+        return CacheLayout(block_tokens=4, groups=(full, state))
+
+    roots = {root(layout=with_state(state_bytes)) for state_bytes in (70, 71, 128)}
+    assert len(roots) == 3

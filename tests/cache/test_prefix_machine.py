@@ -18,7 +18,14 @@ from hypothesis.stateful import (
 
 from prfaas.cache.hashing import root_key
 from prfaas.cache.prefix import BlockTable, PrefixCache
-from prfaas.cache.spec import CacheLayout, FullSpec, WindowSpec, held_blocks, needed_blocks
+from prfaas.cache.spec import (
+    CacheLayout,
+    FullSpec,
+    StateSpec,
+    WindowSpec,
+    held_blocks,
+    needed_blocks,
+)
 
 BLOCK_TOKENS = 2
 PAGE_BYTES = 8
@@ -27,10 +34,11 @@ LAYOUT = CacheLayout(
     groups=(
         FullSpec(name="full", layers=(1,), page_bytes=PAGE_BYTES),
         WindowSpec(name="window", layers=(0, 2), page_bytes=PAGE_BYTES, window_tokens=4),
+        StateSpec(name="state", layers=(1, 3), page_bytes=PAGE_BYTES, state_bytes=12),
     ),
 )
-SIZES = [len(spec.layers) for spec in LAYOUT.groups]
-GROUPS = st.sampled_from([0, 1])
+SIZES = [1, 2, 4]
+GROUPS = st.sampled_from([0, 1, 2])
 SALTS = st.sampled_from([b"", b"other tenant"])
 PROMPTS = st.lists(st.sampled_from([0, 1]), max_size=11)
 Place = tuple[int, int]
@@ -74,7 +82,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     tables = Bundle("tables")
 
-    @initialize(num_pages=st.integers(3, 30))
+    @initialize(num_pages=st.integers(7, 45))
     def start(self, num_pages: int) -> None:
         self.cache = make_cache(num_pages)
         self.num_pages = num_pages
@@ -118,7 +126,11 @@ class CacheMachine(RuleBasedStateMachine):
     def serves(self, keys: tuple[bytes, ...], num_blocks: int) -> bool:
         position = num_blocks * BLOCK_TOKENS
         for group, spec in enumerate(LAYOUT.groups):
-            width = position if isinstance(spec, FullSpec) else spec.window_tokens - 1
+            width = BLOCK_TOKENS
+            if isinstance(spec, FullSpec):
+                width = position
+            elif isinstance(spec, WindowSpec):
+                width = spec.window_tokens - 1
             for token in range(max(0, position - width), position):
                 if (group, keys[token // BLOCK_TOKENS]) not in self.refs:
                     return False
@@ -144,6 +156,9 @@ class CacheMachine(RuleBasedStateMachine):
         expected = max(n for n in range(limit + 1) if self.serves(keys, n))
         model = Model(table=self.cache.lookup(keys, len(tokens)), tokens=tokens, keys=keys)
         assert model.table.hit_tokens == model.table.num_tokens == expected * BLOCK_TOKENS
+        shared = max(n for n in range(limit + 1) if all((0, k) in self.refs for k in keys[:n]))
+        junction = shared * BLOCK_TOKENS if shared > expected else 0
+        assert model.table.junction_tokens == junction
         for group, spec in enumerate(LAYOUT.groups):
             for block in held_blocks(spec, model.table.hit_tokens, BLOCK_TOKENS):
                 key = (group, keys[block])
@@ -212,10 +227,18 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(model=tables, num_tokens=st.integers(0, 14))
     def slide(self, model, num_tokens):
         model.table.slide(num_tokens)
-        first = needed_blocks(LAYOUT.groups[1], num_tokens, BLOCK_TOKENS).start
-        for group, block in sorted(model.held):
-            if group == 1 and block < first:
-                self.drop(model, (group, block), is_slide=True)
+        for group in (1, 2):
+            first = needed_blocks(LAYOUT.groups[group], num_tokens, BLOCK_TOKENS).start
+            for place in sorted(model.held):
+                if place[0] == group and place[1] < first:
+                    self.drop(model, place, is_slide=True)
+
+    @rule(model=tables, group=GROUPS)
+    def drop_private(self, model, group):
+        model.table.drop_private(group)
+        for place in sorted(model.held):
+            if place[0] == group and place not in model.committed:
+                self.drop(model, place)
 
     def drop(self, model: Model, place: Place, *, is_slide: bool = False) -> None:
         group, block = place
@@ -300,7 +323,7 @@ def serve_random_prompt(cache: PrefixCache, random: Random) -> list[str]:
     if random.random() < 0.3:
         table.try_reserve(len(tokens))
     for block in range(table.hit_tokens // BLOCK_TOKENS, len(keys)):
-        for group in (0, 1):
+        for group in (0, 1, 2):
             pages = table.try_allocate(group, block)
             if pages is not None:
                 for index, page in enumerate(pages):
@@ -309,7 +332,7 @@ def serve_random_prompt(cache: PrefixCache, random: Random) -> list[str]:
         table.slide(block * BLOCK_TOKENS)
     faults = [
         f"group {group} block {block}"
-        for group in (0, 1)
+        for group in (0, 1, 2)
         for block, key in enumerate(keys)
         if table.is_committed(group, block)
         for index, page in enumerate(table.pages(group, block) or ())

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from prfaas.cache.hashing import root_key
 from prfaas.cache.prefix import BlockTable, PrefixCache
-from prfaas.cache.spec import bytes_of_block
+from prfaas.cache.spec import bytes_of_page
 from prfaas.engine.loader import load_model
 from prfaas.engine.model import Model, Segment
 from prfaas.engine.options import EngineOptions
@@ -237,13 +237,14 @@ class Recorder:
     def __init__(self, cache: PrefixCache, table: BlockTable, *, may_repeat: bool = False) -> None:
         self.layout, self.table, self.may_repeat = cache.layout, table, may_repeat
         self.pages: dict[tuple[int, int, int], tuple[int, bytes]] = {}
-        """(group, layer, block) -> (tokens, bytes), in the order of arrival."""
+        """(group, index, block) -> (tokens, bytes), in the order of arrival."""
         self.progressed: list[int] = []
 
-    def page_ready(self, group: int, layer: int, block: int, num_tokens: int, page: int) -> None:
-        assert self.may_repeat or (group, layer, block) not in self.pages, "announced twice"
-        size = bytes_of_block(self.layout.groups[group], num_tokens, self.layout.block_tokens)
-        self.pages[group, layer, block] = (num_tokens, bytes(self.table.view(page)[:size]))
+    def page_ready(self, group: int, index: int, block: int, num_tokens: int, page: int) -> None:
+        assert self.may_repeat or (group, index, block) not in self.pages, "announced twice"
+        spec, block_tokens = self.layout.groups[group], self.layout.block_tokens
+        size = bytes_of_page(spec, index, num_tokens, block_tokens)
+        self.pages[group, index, block] = (num_tokens, bytes(self.table.view(page)[:size]))
 
     def progress(self, num_tokens: int) -> None:
         self.progressed.append(num_tokens)
@@ -276,12 +277,12 @@ def prefill_and_ship(
     landed = receiver.lookup(prompt)
     assert landed.try_reserve(len(prompt))
     layout = receiver.cache.layout
-    for (group, layer, block), (num_tokens, data) in sink.pages.items():
+    for (group, index, block), (num_tokens, data) in sink.pages.items():
         pages = landed.pages(group, block)
         assert pages is not None
-        landed.view(pages[layout.group_of_layer(layer)[1]])[: len(data)] = data
-        is_last_layer = layer == layout.groups[group].layers[-1]
-        if is_last_layer and num_tokens == layout.block_tokens:
+        landed.view(pages[index])[: len(data)] = data
+        is_last_page = index == layout.groups[group].pages_per_block - 1
+        if is_last_page and num_tokens == layout.block_tokens:
             landed.commit(group, block)
     landed.set_num_tokens(len(prompt))
     return first, sink, receiver, landed

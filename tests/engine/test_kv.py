@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from prfaas.cache.spec import needed_blocks
 from prfaas.engine.attention import KEY_BLOCK
-from prfaas.engine.config import kv_groups, model_from_hf
+from prfaas.engine.config import model_from_hf
 from prfaas.engine.kv import Array, AttentionSpec, LayerKv
+from prfaas.engine.kv_groups import kv_groups
 from prfaas.engine.mixer_spec import GqaSpec, MlaSpec
 from prfaas.engine.rope_spec import RopeSpec
 from prfaas.engine.sequence_kv import SequenceKv, capacity_bytes
@@ -76,7 +77,7 @@ def expected_page(block: int, num_tokens: int) -> bytes:
 def needed(layer: int, num_tokens: int) -> list[tuple[int, int]]:
     """(block, tokens in it) that the cache asks for at `num_tokens`."""
     config = model_from_hf(tiny_config("gemma3") | {"sliding_window": LAYERS[WINDOW].window_tokens})
-    group = kv_groups(config, BLOCK_TOKENS).groups[layer]
+    group = kv_groups(config.layers, BLOCK_TOKENS).groups[layer]
     return [
         (block, min(BLOCK_TOKENS, num_tokens - block * BLOCK_TOKENS))
         for block in needed_blocks(group, num_tokens, BLOCK_TOKENS)

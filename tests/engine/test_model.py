@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prfaas.cache.spec import bytes_of_block, needed_blocks
+from prfaas.cache.spec import bytes_of_page, needed_blocks
 from prfaas.engine.loader import load_model
 from prfaas.engine.model import Model, Segment
 from prfaas.engine.sequence_kv import SequenceKv
@@ -49,7 +49,7 @@ class Exact:
             for block in needed_blocks(group, kv.num_tokens, BLOCK_TOKENS):
                 count = min(BLOCK_TOKENS, kv.num_tokens - block * BLOCK_TOKENS)
                 for layer in group.layers:
-                    out = bytearray(bytes_of_block(group, count, BLOCK_TOKENS))
+                    out = bytearray(bytes_of_page(group, 0, count, BLOCK_TOKENS))
                     kv.export_block(layer, block, count, memoryview(out))
                     yield layer, block, count, bytes(out)
 
@@ -144,8 +144,9 @@ def test_each_layer_can_be_exported_when_it_is_announced(exact: Exact) -> None:
 
     def on_layer(layer: int) -> None:
         announced.append(layer)
-        group, _ = exact.model.layout(BLOCK_TOKENS).group_of_layer(layer)
-        size = exact.model.layout(BLOCK_TOKENS).groups[group].page_bytes
+        layout = exact.model.layout(BLOCK_TOKENS)
+        ((group, _),) = layout.groups_of_layer(layer)
+        size = layout.groups[group].page_bytes
         out = bytearray(size)
         kv.export_block(layer, 5, BLOCK_TOKENS, memoryview(out))
         assert kv.num_tokens == 80

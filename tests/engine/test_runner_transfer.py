@@ -123,13 +123,13 @@ def test_a_sink_gets_every_needed_page_once_and_layer_by_layer(model):
         table.release()
         layout = receiver.cache.layout
         needed = {
-            (group, layer, block)
+            (group, index, block)
             for group, spec in enumerate(layout.groups)
-            for layer in spec.layers
+            for index in range(spec.pages_per_block)
             for block in needed_blocks(spec, length, BLOCK)
         }
         assert set(sink.pages) == needed
-        layers = [layer for _, layer, _ in sink.pages]
+        layers = [layout.groups[group].layers[index] for group, index, _ in sink.pages]
         num_falls = sum(b < a for a, b in itertools.pairwise(layers))
         assert num_falls < len(sink.progressed)  # within a forward the layers only rise
         assert sink.progressed == sorted(sink.progressed)

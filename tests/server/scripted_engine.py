@@ -18,7 +18,7 @@ from prfaas.cache.spec import (
     CacheLayout,
     FullSpec,
     WindowSpec,
-    bytes_of_block,
+    bytes_of_page,
     held_blocks,
     needed_blocks,
 )
@@ -45,10 +45,10 @@ HYBRID = CacheLayout(
 
 def page_bytes(layout: CacheLayout, layer: int, block: int, tokens: Sequence[int]) -> bytes:
     """The KV of one layer's block after `tokens`, which end in or behind the block."""
-    group, _ = layout.group_of_layer(layer)
+    ((group, index),) = layout.groups_of_layer(layer)
     end = min(len(tokens), (block + 1) * layout.block_tokens)
     num_tokens = end - block * layout.block_tokens
-    size = bytes_of_block(layout.groups[group], num_tokens, layout.block_tokens)
+    size = bytes_of_page(layout.groups[group], index, num_tokens, layout.block_tokens)
     seed = hashlib.sha256(f"{layer} {block} {list(tokens[:end])}".encode()).digest()
     return hashlib.shake_128(seed).digest(size)
 
@@ -205,7 +205,7 @@ class ScriptedEngine:
 
     def _write(self, sequence: _Sequence, layer: int, block: int, end: int) -> None:
         table, layout, sink = sequence.submission.table, self.cache.layout, sequence.submission.sink
-        group, index = layout.group_of_layer(layer)
+        ((group, index),) = layout.groups_of_layer(layer)
         if table.is_committed(group, block):
             return
         pages = table.try_allocate(group, block)
@@ -216,7 +216,7 @@ class ScriptedEngine:
         needed = needed_blocks(layout.groups[group], len(sequence.prompt), BLOCK_TOKENS)
         if sink is not None and block in needed:
             num_tokens = min(BLOCK_TOKENS, end - block * BLOCK_TOKENS)
-            sink.page_ready(group, layer, block, num_tokens, pages[index])
+            sink.page_ready(group, index, block, num_tokens, pages[index])
 
     def _draw(self, sequence: _Sequence) -> list[EngineEvent]:
         submission, request = sequence.submission, sequence.submission.request
@@ -266,7 +266,7 @@ class ScriptedEngine:
     def _check_pages(self, table: BlockTable, prompt: Sequence[int]) -> None:
         layout = self.cache.layout
         for layer in self.layers:
-            group, index = layout.group_of_layer(layer)
+            ((group, index),) = layout.groups_of_layer(layer)
             for block in held_blocks(layout.groups[group], table.num_tokens, BLOCK_TOKENS):
                 pages = table.pages(group, block)
                 assert pages is not None, f"layer {layer} block {block} is missing"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.cache.spec import bytes_of_block, held_blocks, needed_blocks
+from prfaas.cache.spec import bytes_of_page, held_blocks, needed_blocks
 from prfaas.engine.submission import EngineLoad
 from prfaas.errors import BadRequest, IncompatiblePeer, Overloaded
 from prfaas.server.prefill import MAX_CANCELLED
@@ -61,7 +61,7 @@ class Received:
         self.frames: list[tuple[FrameType, bytes]] = []
 
     def resolve(self, header: FrameHeader) -> memoryview:
-        place = (header.group, header.layer, header.block)
+        place = (header.group, header.index, header.block)
         assert place not in self.pages, f"{place} came twice"
         self.pages[place] = bytearray(header.length)
         return memoryview(self.pages[place])
@@ -92,7 +92,7 @@ async def test_exactly_the_missing_pages_are_sent_once_each_with_the_right_bytes
         received = Received()
         await received.take(client, one.transfer_id)
         places = places_to_send(layout, 100, have_tokens)
-        assert set(received.pages) == {(p.group, p.layer, p.block) for p in places}
+        assert set(received.pages) == {(p.group, p.index, p.block) for p in places}
         for (group, index, block), data in received.pages.items():
             layer = layout.groups[group].layers[index]
             assert data == page_bytes(layout, layer, block, tokens)
@@ -113,10 +113,12 @@ def test_what_is_held_and_what_is_sent_make_up_what_is_needed(num_tokens, have_b
     for group, spec in enumerate(layout.groups):
         held = set(held_blocks(spec, have_tokens, BLOCK_TOKENS))
         needed = set(needed_blocks(spec, num_tokens, BLOCK_TOKENS))
-        for layer in range(len(spec.layers)):
-            blocks = {p.block for p in sent if (p.group, p.layer) == (group, layer)}
+        for index in range(spec.pages_per_block):
+            blocks = {p.block for p in sent if (p.group, p.index) == (group, index)}
             assert blocks == needed - held
-    total = sum(bytes_of_block(layout.groups[p.group], p.num_tokens, BLOCK_TOKENS) for p in sent)
+    total = sum(
+        bytes_of_page(layout.groups[p.group], p.index, p.num_tokens, BLOCK_TOKENS) for p in sent
+    )
     assert total == layout.bytes_needed(num_tokens, have_tokens)
 
 

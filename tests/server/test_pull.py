@@ -23,7 +23,7 @@ def header(place: PagePlace, length: int = 1) -> FrameHeader:
     return FrameHeader(
         type=FrameType.PAGE,
         group=place.group,
-        layer=place.layer,
+        index=place.index,
         block=place.block,
         num_tokens=place.num_tokens,
         length=length,
@@ -49,7 +49,7 @@ def deliver(pull: Pull, place: PagePlace, data: bytes) -> bool:
 
 
 def data_of(cache: PrefixCache, place: PagePlace) -> bytes:
-    layer = cache.layout.groups[place.group].layers[place.layer]
+    layer = cache.layout.groups[place.group].layers[place.index]
     return page_bytes(cache.layout, layer, place.block, prompt(NUM_TOKENS))
 
 
@@ -87,7 +87,7 @@ def test_in_any_order_and_cut_anywhere_only_whole_blocks_can_be_hit(layout, seed
             pages = again.pages(place.group, place.block)
             if pages is not None:
                 data = data_of(cache, place)
-                assert again.view(pages[place.layer])[: len(data)] == data
+                assert again.view(pages[place.index])[: len(data)] == data
     again.release()
     assert cache.counts().num_referenced == 0
     cache.close()
@@ -129,12 +129,12 @@ def test_redelivered_pages_never_touch_what_was_verified():
 @pytest.mark.parametrize(
     "place",
     [
-        PagePlace(group=9, layer=0, block=0, num_tokens=BLOCK_TOKENS),
-        PagePlace(group=0, layer=3, block=0, num_tokens=BLOCK_TOKENS),
-        PagePlace(group=0, layer=0, block=13, num_tokens=BLOCK_TOKENS),
-        PagePlace(group=0, layer=0, block=0, num_tokens=BLOCK_TOKENS - 1),
-        PagePlace(group=0, layer=0, block=12, num_tokens=BLOCK_TOKENS),
-        PagePlace(group=0, layer=0, block=2**32 - 1, num_tokens=1),
+        PagePlace(group=9, index=0, block=0, num_tokens=BLOCK_TOKENS),
+        PagePlace(group=0, index=3, block=0, num_tokens=BLOCK_TOKENS),
+        PagePlace(group=0, index=0, block=13, num_tokens=BLOCK_TOKENS),
+        PagePlace(group=0, index=0, block=0, num_tokens=BLOCK_TOKENS - 1),
+        PagePlace(group=0, index=0, block=12, num_tokens=BLOCK_TOKENS),
+        PagePlace(group=0, index=0, block=2**32 - 1, num_tokens=1),
     ],
 )
 def test_a_page_that_was_not_asked_for_has_no_place(place):

@@ -101,7 +101,7 @@ class Pages:
 
 
 def place(block: int) -> PagePlace:
-    return PagePlace(group=0, layer=0, block=block, num_tokens=16)
+    return PagePlace(group=0, index=0, block=block, num_tokens=16)
 
 
 async def test_a_handshake_brings_the_peers_identity_and_load():

@@ -26,7 +26,7 @@ def make_transfer() -> OutgoingTransfer:
 
 
 def place(block: int) -> PagePlace:
-    return PagePlace(group=0, layer=1, block=block, num_tokens=4)
+    return PagePlace(group=0, index=1, block=block, num_tokens=4)
 
 
 def decode(piece: Piece) -> Frame:

@@ -31,14 +31,14 @@ PAGE_BYTES = 64
 
 
 class Pages:
-    """Pages by (group, layer, block), as a receiver would hold them."""
+    """Pages by (group, index, block), as a receiver would hold them."""
 
     def __init__(self, page_bytes: int = PAGE_BYTES) -> None:
         self.page_bytes = page_bytes
         self.pages: dict[tuple[int, int, int], bytearray] = {}
 
     def resolve(self, header: FrameHeader) -> memoryview:
-        key = (header.group, header.layer, header.block)
+        key = (header.group, header.index, header.block)
         return memoryview(self.pages.setdefault(key, bytearray(self.page_bytes)))
 
 
@@ -56,9 +56,9 @@ def feed(decoder: FrameDecoder, data: bytes, sizes: Iterator[int]) -> list[Frame
     return frames
 
 
-def page_frame(payload: bytes, *, group: int = 0, layer: int = 0, block: int = 0) -> bytes:
+def page_frame(payload: bytes, *, group: int = 0, index: int = 0, block: int = 0) -> bytes:
     header = FrameHeader(
-        type=FrameType.PAGE, group=group, layer=layer, block=block, num_tokens=len(payload)
+        type=FrameType.PAGE, group=group, index=index, block=block, num_tokens=len(payload)
     )
     return encode_header(header, payload) + payload
 
@@ -86,9 +86,9 @@ def cycle(values: list[int]) -> Iterator[int]:
 )
 def test_frames_survive_any_cut_of_the_stream(pages, texts, cuts):
     data, expected = b"", {}
-    for group, layer, block, payload in pages:
-        data += page_frame(payload, group=group, layer=layer, block=block)
-        expected[(group, layer, block)] = payload
+    for group, index, block, payload in pages:
+        data += page_frame(payload, group=group, index=index, block=block)
+        expected[(group, index, block)] = payload
     for text in texts:
         data += encode_frame(FrameType.ERROR, text)
     held = Pages()
@@ -106,7 +106,7 @@ def test_frames_survive_any_cut_of_the_stream(pages, texts, cuts):
     cuts=sizes,
 )
 def test_every_flipped_bit_is_found_and_a_damaged_header_places_no_byte(payload, bit, cuts):
-    data = bytearray(page_frame(payload, group=1, layer=2, block=3))
+    data = bytearray(page_frame(payload, group=1, index=2, block=3))
     data[bit // 8] ^= 1 << bit % 8
     held = Pages()
     decoder = FrameDecoder(allowed=FROM_SENDER, resolve=held.resolve)

@@ -1,0 +1,94 @@
+"""Which layers' KV and states are cached together, as pages of which size; torch-free."""
+
+from collections.abc import Sequence
+
+from prfaas.cache.spec import (
+    LAYOUT_VERSION,
+    CacheLayout,
+    FullSpec,
+    GroupSpec,
+    StateSpec,
+    WindowSpec,
+)
+from prfaas.engine.chunk_grid import CHUNK_TOKENS, exported_state_bytes
+from prfaas.engine.mixer_spec import KvDtype, MixerSpec
+from prfaas.engine.model_spec import LayerGroup, layer_groups
+from prfaas.errors import ConfigError
+
+STATE_PAGE_BYTES = 256 << 10
+"""A slice of a state in a model without KV, whose pages would else set the size."""
+
+
+def kv_groups(
+    layers: Sequence[MixerSpec],
+    block_tokens: int,
+    kv_dtype: KvDtype = "float32",
+    *,
+    replay_dims: Sequence[int | None] | None = None,
+) -> CacheLayout:
+    """Return the cache layout of a model's layers: those that keep the same bytes share a group.
+
+    Full attention stands first, whose blocks decide most hits, then windows, then states, each in
+    the order of its first layer. The layout's version names how the bytes of every group lie.
+
+    Args:
+        layers: of the model, in order.
+        block_tokens: a multiple of CHUNK_TOKENS if some layer has a state.
+        kv_dtype: of K and V, and of convolution rows.
+        replay_dims: in strict mode, the width of each layer's rows that its state ends with.
+
+    Raises:
+        ConfigError: blocks that end off the chunk grid of a linear mixer.
+    """
+    kept = layer_groups(layers, kv_dtype)
+    mixers = [group.mixer for group in kept if group.kind == "state"]
+    if mixers and block_tokens % CHUNK_TOKENS:
+        raise ConfigError(
+            f"cache.block_tokens = {block_tokens} is not a multiple of {CHUNK_TOKENS}, the chunk of "
+            f"{', '.join(dict.fromkeys(mixers))} layers"
+        )
+    page_bytes = [block_tokens * group.bytes_per_token for group in kept if group.bytes_per_token]
+    largest = max(page_bytes, default=STATE_PAGE_BYTES)
+    groups: list[GroupSpec] = []
+    tags: list[str] = []
+    for group in kept:
+        if group.kind == "state":
+            dims = replay_dims or [None] * len(layers)
+            for dim in dict.fromkeys(dims[layer] for layer in group.layers):
+                members = tuple(layer for layer in group.layers if dims[layer] == dim)
+                num_bytes = exported_state_bytes(layers[members[0]], dim, kv_dtype)
+                groups.append(_state_group(group, members, largest, num_bytes))
+                tags.append(group.layout if dim is None else f"{group.layout},rows-tr")
+        else:
+            groups.append(_kv_group(group, block_tokens))
+            tags.append(group.layout)
+    return CacheLayout(
+        block_tokens=block_tokens,
+        groups=tuple(groups),
+        layout_version=f"{LAYOUT_VERSION} {' '.join(tags)}",
+    )
+
+
+def _kv_group(group: LayerGroup, block_tokens: int) -> FullSpec | WindowSpec:
+    page_bytes = block_tokens * group.bytes_per_token
+    if group.window_tokens is None:
+        return FullSpec(
+            name=f"full-{group.bytes_per_token}", layers=group.layers, page_bytes=page_bytes
+        )
+    return WindowSpec(
+        name=f"window{group.window_tokens}-{group.bytes_per_token}",
+        layers=group.layers,
+        page_bytes=page_bytes,
+        window_tokens=group.window_tokens,
+    )
+
+
+def _state_group(
+    group: LayerGroup, members: tuple[int, ...], largest_page_bytes: int, num_bytes: int
+) -> StateSpec:
+    return StateSpec(
+        name=f"state-{group.mixer}-{num_bytes}",
+        layers=members,
+        page_bytes=min(num_bytes, largest_page_bytes),
+        state_bytes=num_bytes,
+    )

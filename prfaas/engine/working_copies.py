@@ -1,0 +1,71 @@
+"""Working copies of running sequences: filled from pages, and put back into pages."""
+
+from prfaas.cache.prefix import PrefixCache
+from prfaas.engine.model import Model
+from prfaas.engine.pages import drop_private_pages, load_pages, save_pages
+from prfaas.engine.sequence import SequenceState
+
+
+class WorkingCopies:
+    """Makes and ends the working copies of one engine's sequences.
+
+    Args:
+        model: whose KV it is.
+        cache: of the model's layout.
+    """
+
+    def __init__(self, model: Model, cache: PrefixCache) -> None:
+        self._model = model
+        self._cache = cache
+
+    def make(self, sequence: SequenceState, capacity_tokens: int) -> None:
+        """Give a sequence without one a working copy of its first `resume_tokens` tokens."""
+        layout = self._cache.layout
+        sequence.kv = self._model.new_kv(
+            capacity_tokens=capacity_tokens, block_tokens=layout.block_tokens
+        )
+        load_pages(
+            sequence.kv,
+            sequence.table,
+            layout,
+            stored_tokens=sequence.stored_tokens,
+            num_tokens=sequence.resume_tokens,
+        )
+        if sequence.owner.submission.sink is None:
+            drop_private_pages(sequence.table, layout)
+
+    def fork(self, prompt: SequenceState, choice: SequenceState, capacity_tokens: int) -> None:
+        """Give `choice`, which has computed as much as `prompt`, a copy of its working copy."""
+        assert prompt.kv is not None
+        choice.kv = prompt.kv.fork()
+        choice.kv.reserve(capacity_tokens)
+
+    def end(self, sequence: SequenceState) -> int:
+        """Let a working copy go, into pages if there are enough; return the tokens to resume from.
+
+        Else the sequence keeps only what a lookup finds, and the rest is computed again: the prompt
+        in chunks and what was drawn one by one, as before.
+        """
+        kv, sequence.kv = sequence.kv, None
+        assert kv is not None
+        saved = kv.num_tokens
+        published_tokens = sequence.owner.published_tokens
+        if not save_pages(
+            kv, sequence.table, self._cache.layout, published_tokens=published_tokens
+        ):
+            saved = self._look_up(sequence)
+        sequence.stored_tokens = sequence.resume_tokens = saved
+        return saved
+
+    def _look_up(self, sequence: SequenceState) -> int:
+        """Keep only the pages that a lookup finds; return the tokens they hold."""
+        if sequence.owner.submission.sink is not None:
+            return 0  # the sink reads this very table
+        # Not beyond what is published of this sequence: another prompt that goes on with the drawn
+        # tokens computes them in chunks, which may give them other bits than decode did.
+        tokens = sequence.tokens[: sequence.owner.published_tokens]
+        keys = self._cache.block_keys(tokens, sequence.owner.request.cache_salt)
+        table = self._cache.lookup(keys, len(sequence.tokens))
+        sequence.table.release()
+        sequence.table, sequence.last_key = table, None
+        return table.hit_tokens
