@@ -67,23 +67,19 @@ class Mamba2Core:
     ) -> tuple[Tensor, list[State]]:
         """Return the outputs [T, I] and the state after each of `stops` rows, in chunks."""
         conv_rows_WC, state_HPN = state
-        num_channels, num_rows = self._spec.conv_channels, len(rows_TR)
-        xbc_TC, conv_states = self._conv.scan(rows_TR[:, :num_channels], conv_rows_WC, stops)
-        xbc_TC = silu(xbc_TC)
-        dt_TH = rows_TR[:, num_channels:].contiguous()
+        widths, num_rows = [self._spec.conv_channels, self._spec.num_heads], len(rows_TR)
         out_TX = rows_TR.new_empty(num_rows, self.out_dim)
         states: list[State] = []
         for start in range(0, num_rows, CHUNK_TOKENS):
             stop = min(start + CHUNK_TOKENS, num_rows)
-            xbc_CC, dt_CH = xbc_TC[start:stop], dt_TH[start:stop]
-            if stop - start < CHUNK_TOKENS:
-                xbc_CC, dt_CH = _padded(xbc_CC), _padded(dt_CH)
-            chunk = _Chunk(self._spec, xbc_CC, dt_CH, self._A_H)
+            u_CC, dt_CH = torch.split(rows_TR[start:stop], widths, dim=1)
+            xbc_CC, [conv_rows_WC] = self._conv.scan(u_CC, conv_rows_WC, [stop - start])
+            chunk = _Chunk(self._spec, _padded(silu(xbc_CC)), _padded(dt_CH), self._A_H)
             out_TX[start:stop] = chunk.outputs(state_HPN, self._D_H1)[: stop - start]
             if stop < num_rows or stop in stops:
                 state_HPN = chunk.end_state(state_HPN)
             if stop in stops:
-                states.append((conv_states[len(states)], state_HPN))
+                states.append((conv_rows_WC, state_HPN))
         return out_TX, states
 
     def step(self, rows_SR: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
@@ -228,6 +224,6 @@ def _split(spec: Mamba2Spec, xbc_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _padded(rows_TX: Tensor) -> Tensor:
-    """Return CHUNK_TOKENS rows, zeros at the end."""
+    """Return CHUNK_TOKENS rows, zeros at the end, in memory of their own."""
     padding = rows_TX.new_zeros(CHUNK_TOKENS - len(rows_TX), rows_TX.shape[1])
     return torch.cat([rows_TX, padding])
