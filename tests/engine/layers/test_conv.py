@@ -1,0 +1,63 @@
+"""The short convolution against torch's, whole and in pieces."""
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas.engine.layers.conv import CausalConv
+from tests.engine.layers.mixing import cuts
+
+CHANNELS = 37
+
+
+@given(width=st.integers(2, 5), has_bias=st.booleans())
+def test_it_is_a_depthwise_convolution_over_the_past(width: int, has_bias: bool) -> None:
+    weight, rows = torch.randn(width, CHANNELS), torch.randn(20, CHANNELS)
+    before = torch.randn(width - 1, CHANNELS)
+    bias = torch.randn(CHANNELS) if has_bias else None
+    out, _ = CausalConv(weight, bias).scan(rows, before, [])
+    kernel = weight.T.unsqueeze(1)
+    expected = torch.conv1d(torch.cat([before, rows]).T[None], kernel, bias, groups=CHANNELS)
+    torch.testing.assert_close(out, expected[0].T, atol=2e-6, rtol=2e-6)
+
+
+@given(at=cuts(max_tokens=70))
+@settings(max_examples=40)
+def test_any_cut_gives_the_bits_of_the_whole(at: list[int]) -> None:
+    conv = CausalConv(torch.randn(4, CHANNELS), torch.randn(CHANNELS))
+    rows, state = torch.randn(at[-1], CHANNELS), torch.zeros(3, CHANNELS)
+    whole, states = conv.scan(rows, state, at[1:])
+    for (start, stop), expected in zip(pairwise(at), states, strict=True):
+        piece, [state] = conv.scan(rows[start:stop], state, [stop - start])
+        assert torch.equal(piece, whole[start:stop])
+        assert torch.equal(state, expected)
+
+
+@given(num_sequences=st.integers(1, 5))
+def test_a_step_of_many_sequences_has_the_bits_of_a_scan_of_each(num_sequences: int) -> None:
+    conv = CausalConv(torch.randn(4, CHANNELS))
+    rows = torch.randn(num_sequences, CHANNELS)
+    states = [torch.randn(3, CHANNELS) for _ in range(num_sequences)]
+    together, after = conv.step(rows, states)
+    for index, state in enumerate(states):
+        alone, [expected] = conv.scan(rows[index : index + 1], state, [1])
+        assert torch.equal(together[index], alone[0])
+        assert torch.equal(after[index], expected)
+
+
+def test_the_state_is_the_last_rows_as_they_went_in() -> None:
+    conv = CausalConv(torch.randn(4, CHANNELS))
+    rows = torch.randn(10, CHANNELS)
+    _, states = conv.scan(rows, torch.zeros(3, CHANNELS), [2, 10])
+    assert torch.equal(states[0], torch.cat([torch.zeros(1, CHANNELS), rows[:2]]))
+    assert torch.equal(states[1], rows[7:])
+
+
+def test_a_state_does_not_keep_the_rows_before_it_in_memory() -> None:
+    conv = CausalConv(torch.randn(4, CHANNELS))
+    _, [state] = conv.scan(torch.randn(100, CHANNELS), torch.zeros(3, CHANNELS), [100])
+    _, [stepped] = conv.step(torch.randn(1, CHANNELS), [state])
+    for tensor in (state, stepped):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -1,0 +1,224 @@
+"""The driver of linear mixers: which rows are scanned, stepped and replayed, and what is held."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from prfaas.engine.batch import Batch, Segment
+from prfaas.engine.mixer_spec import LightningSpec
+from prfaas.engine.recurrence import run
+from prfaas.engine.sequence_kv import SequenceKv
+from prfaas.engine.states import CHUNK_TOKENS, State
+
+SPEC = LightningSpec(num_heads=1, head_dim=2, scale=1.0, slope_scale=1.0)
+
+
+class TracingSum:
+    """Counts and adds up rows: the state [1, 2, 2] holds the rows seen so far and their sum.
+
+    An output row tells what it saw: [rows before it in its call's chunk, sum through it].
+    """
+
+    row_dim = 1
+    out_dim = 2
+
+    def __init__(self) -> None:
+        self.scans: list[tuple[int, list[int]]] = []
+        self.steps: list[int] = []
+        self.failures_left = 0
+
+    def scan(
+        self, rows_TR: Tensor, state: State, stops: Sequence[int]
+    ) -> tuple[Tensor, list[State]]:
+        self._maybe_fail()
+        assert len(rows_TR) > 0
+        assert list(stops) == sorted(set(stops))
+        assert all(at > 0 and (at % CHUNK_TOKENS == 0 or at == len(rows_TR)) for at in stops)
+        self.scans.append((len(rows_TR), list(stops)))
+        [memory] = state
+        sums_T = memory[0, 0, 1] + rows_TR[:, 0].cumsum(0)
+        places_T = torch.arange(len(rows_TR)) % CHUNK_TOKENS
+        states = [_memory(memory[0, 0, 0] + at, sums_T[at - 1]) for at in stops]
+        return torch.stack([places_T, sums_T], dim=1), states
+
+    def step(self, rows_SR: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
+        self._maybe_fail()
+        self.steps.append(len(rows_SR))
+        sums = [memory[0, 0, 1] + row[0] for row, (memory,) in zip(rows_SR, states, strict=True)]
+        counts = [memory[0, 0, 0] + 1 for (memory,) in states]
+        out = torch.stack([torch.stack([torch.tensor(-1.0), value]) for value in sums])
+        return out, [_memory(count, value) for count, value in zip(counts, sums, strict=True)]
+
+    def _maybe_fail(self) -> None:
+        if self.failures_left:
+            self.failures_left -= 1
+            raise RuntimeError("as asked")
+
+
+def _memory(count: Tensor, value: Tensor) -> State:
+    memory = torch.zeros(1, 2, 2)
+    memory[0, 0, 0], memory[0, 0, 1] = count, value
+    return (memory,)
+
+
+def new_kv(*, replay_dim: int | None = None) -> SequenceKv:
+    return SequenceKv(
+        [SPEC], capacity_tokens=1024, block_tokens=CHUNK_TOKENS, replay_dims=[replay_dim]
+    )
+
+
+def values(start: int, stop: int) -> Tensor:
+    """Rows whose sums are exact: 1, 2, ... by position."""
+    return torch.arange(start + 1, stop + 1, dtype=torch.float32)[:, None]
+
+
+def forward(
+    core: TracingSum,
+    parts: Sequence[tuple[SequenceKv, int, int | None]],
+    wanted: Sequence[int] = (),
+) -> list[Tensor]:
+    """Run (kv, number of tokens, end of the prompt) as one batch; return their output rows."""
+    segments = [
+        Segment(kv=kv, tokens=[0] * num_tokens, num_logits=0, prompt_end=end)
+        for kv, num_tokens, end in parts
+    ]
+    batch = Batch(segments, "padded-f32")  # with rows past the last segment
+    rows = [values(kv.num_tokens, kv.num_tokens + count) for kv, count, _ in parts]
+    rows.append(torch.full((len(batch.tokens_T) - sum(map(len, rows)), 1), 1e9))
+    out_TX = torch.full((len(batch.tokens_T), 2), torch.nan)
+    for kv, _, _ in parts:
+        kv.begin_forward(wanted)
+    run(core, torch.cat(rows), batch, 0, out_TX)
+    for kv, count, _ in parts:
+        kv.num_tokens += count
+    return [out_TX[where] for where, _ in batch.parts]
+
+
+def memory(kv: SequenceKv, position: int) -> tuple[float, float]:
+    """Return the rows counted and added at `position`."""
+    row = kv.state_of(0).at(position)[0][0, 0]
+    return float(row[0]), float(row[1])
+
+
+def total(position: int) -> float:
+    return position * (position + 1) / 2
+
+
+def test_an_off_grid_start_runs_alone_up_to_the_next_grid_line() -> None:
+    core, kv = TracingSum(), new_kv()
+    forward(core, [(kv, 70, None)])
+    forward(core, [(kv, 130, None)])
+    assert core.scans == [(70, [70]), (58, [58]), (72, [72])]
+    forward(core, [(kv, 10, None)])
+    assert core.scans[3:] == [(10, [10])]
+
+
+def test_states_are_held_where_they_are_wanted_and_at_the_end() -> None:
+    core, kv = TracingSum(), new_kv()
+    forward(core, [(kv, 200, None)], wanted=[64, 192, 256])
+    assert core.scans == [(200, [64, 192, 200])]
+    assert kv.state_of(0).positions == (64, 192, 200)
+    forward(core, [(kv, 100, None)], wanted=[256])
+    assert core.scans[1:] == [(56, [56]), (44, [44])]
+    assert kv.state_of(0).positions == (200, 256, 300)
+    for position in (200, 256, 300):
+        assert memory(kv, position) == (position, total(position))
+
+
+def test_tokens_after_the_prompt_are_stepped_and_together() -> None:
+    core, first, second, third = TracingSum(), new_kv(), new_kv(), new_kv()
+    outs = forward(core, [(first, 66, 64), (second, 3, 0), (third, 5, None)])
+    assert core.scans == [(64, [64]), (5, [5])]
+    assert core.steps == [2, 2, 1]
+    for kv, num_tokens, out in zip((first, second, third), (66, 3, 5), outs, strict=True):
+        assert memory(kv, num_tokens) == (num_tokens, total(num_tokens))
+        assert torch.equal(out[:, 1], values(0, num_tokens)[:, 0].cumsum(0))
+    forward(core, [(first, 1, 64), (third, 1, 5)])
+    assert core.steps == [2, 2, 1, 2]
+    assert memory(first, 67) == (67, total(67))
+
+
+def test_a_state_wanted_among_stepped_tokens_is_held() -> None:
+    core, kv = TracingSum(), new_kv()
+    forward(core, [(kv, 130, 60)], wanted=[64, 128])
+    assert {64, 128, 130} <= set(kv.state_of(0).positions)
+    assert memory(kv, 128) == (128, total(128))
+
+
+@given(
+    cuts=st.sets(st.integers(1, 299), max_size=6),
+    prompt_end=st.one_of(st.none(), st.integers(0, 320)),
+)
+@settings(max_examples=30)
+def test_any_cuts_and_prompt_ends_take_every_row_once(
+    cuts: set[int], prompt_end: int | None
+) -> None:
+    core, kv = TracingSum(), new_kv()
+    outs = []
+    for stop in [*sorted(cuts), 300]:
+        outs += forward(core, [(kv, stop - kv.num_tokens, prompt_end)], wanted=[64, 128, 256])
+        assert memory(kv, stop) == (stop, total(stop))
+    assert torch.equal(torch.cat(outs)[:, 1], values(0, 300)[:, 0].cumsum(0))
+    num_stepped = 300 - min(300, 300 if prompt_end is None else prompt_end)
+    assert sum(core.steps) == num_stepped
+    assert sum(num_rows for num_rows, _ in core.scans) == 300 - num_stepped
+
+
+@given(cuts=st.sets(st.integers(1, 199), max_size=6), prompt_end=st.integers(0, 200))
+@settings(max_examples=30)
+def test_strict_mode_gives_every_row_its_place_in_the_whole_chunk(
+    cuts: set[int], prompt_end: int
+) -> None:
+    core, kv = TracingSum(), new_kv(replay_dim=1)
+    outs = []
+    for stop in [*sorted(cuts), 200]:
+        outs += forward(core, [(kv, stop - kv.num_tokens, prompt_end)], wanted=[64, 128])
+        line = stop // CHUNK_TOKENS * CHUNK_TOKENS
+        assert memory(kv, stop) == (line, total(line))
+        kept = kv.state_of(0).at(stop)[-1]
+        assert torch.equal(kept[: stop - line], values(line, stop))
+        assert not kept[stop - line :].any()
+    assert core.steps == []
+    out = torch.cat(outs)
+    assert torch.equal(out[:, 0], torch.arange(200.0) % CHUNK_TOKENS)
+    assert torch.equal(out[:, 1], values(0, 200)[:, 0].cumsum(0))
+
+
+def test_strict_mode_holds_wanted_states_without_rows() -> None:
+    core, kv = TracingSum(), new_kv(replay_dim=1)
+    forward(core, [(kv, 40, None)])
+    forward(core, [(kv, 160, None)], wanted=[64, 192])
+    assert core.scans == [(40, []), (200, [64, 192])]
+    for line in (64, 192):
+        assert memory(kv, line) == (line, total(line))
+        assert not kv.state_of(0).at(line)[-1].any()
+
+
+@pytest.mark.parametrize("replay_dim", [None, 1])
+@pytest.mark.parametrize("num_calls_before", [0, 1, 2, 3])
+def test_a_failed_forward_can_be_run_again(replay_dim: int | None, num_calls_before: int) -> None:
+    class Failing(TracingSum):
+        def _maybe_fail(self) -> None:
+            if self.failures_left:
+                self.failures_left -= 1
+                if self.failures_left == 0:
+                    raise RuntimeError("as asked")
+
+    core = Failing()
+    kvs = [new_kv(replay_dim=replay_dim) for _ in range(4)]
+    forward(core, [(kv, 70, None) for kv in kvs])
+    before = [kv.state_of(0).at(70) for kv in kvs]
+    copies = [[tensor.clone() for tensor in state] for state in before]
+    core.failures_left = num_calls_before + 1
+    with pytest.raises(RuntimeError, match="as asked"):
+        forward(core, [(kv, 30, None) for kv in kvs])
+    for kv, state, copy in zip(kvs, before, copies, strict=True):
+        assert all(map(torch.equal, kv.state_of(0).at(70), copy))
+        assert kv.state_of(0).at(70) is state
+    outs = forward(core, [(kv, 30, None) for kv in kvs])
+    for out in outs:
+        assert torch.equal(out[:, 1], values(0, 100)[70:, 0].cumsum(0) + total(70))
