@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.engine.config import ModelConfig, kv_bytes
+from prfaas.engine.config import kv_bytes, model_from_hf
 from prfaas.server.openai.answers import usage_body
 from prfaas.types import RequestRecord
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 # The published configurations of both models, as far as attention goes.
-GEMMA_3_270M = ModelConfig.from_hf(
+GEMMA_3_270M = model_from_hf(
     {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -33,7 +33,7 @@ GEMMA_3_270M = ModelConfig.from_hf(
         "tie_word_embeddings": True,
     }
 )
-SMOLLM2_135M = ModelConfig.from_hf(
+SMOLLM2_135M = model_from_hf(
     {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

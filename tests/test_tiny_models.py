@@ -4,9 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import BOS_ID, VOCAB_SIZE, Family, tiny_tokenizer, write_tiny_model
-
-FAMILIES: tuple[Family, ...] = ("gemma3", "llama", "qwen3")
+from tests.tiny_models import (
+    BOS_ID,
+    FAMILIES,
+    VOCAB_SIZE,
+    Family,
+    tiny_tokenizer,
+    write_tiny_model,
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

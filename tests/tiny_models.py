@@ -6,21 +6,48 @@ through the layers and greedy answers vary.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-Family = Literal["gemma3", "llama", "qwen3"]
+from prfaas.engine.config import model_from_hf
+from prfaas.engine.loading.build import build_model
+from tests.tiny_configs import (
+    BOS_ID,
+    EOS_ID,
+    FAMILIES,
+    PAD_ID,
+    UNK_ID,
+    VOCAB_SIZE,
+    Config,
+    Family,
+    tiny_config,
+)
+
+__all__ = [
+    "BOS_ID",
+    "EOS_ID",
+    "FAMILIES",
+    "PAD_ID",
+    "UNK_ID",
+    "VOCAB_SIZE",
+    "Family",
+    "tiny_config",
+    "write_tiny_model",
+]
+
 Array = NDArray[np.float32]
 
-VOCAB_SIZE = 512
-PAD_ID, EOS_ID, BOS_ID, UNK_ID = range(4)
+GATED_NORMS = ("linear_attn.norm.weight",)
+"""Norms that multiply by their weight alone in families whose other norms multiply by one more."""
+TRANSPOSED = ("experts.gate_up_proj", "experts.down_proj")
+"""gpt-oss's experts, [inputs, outputs]; no other family's checkpoint has these names here."""
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>")
 CORPUS = (
     "The capital of France is Paris, and the capital of Germany is Berlin.",
@@ -67,136 +94,52 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def tiny_config(family: Family) -> dict[str, Any]:
-    """A config.json of `family`.
+class Recorder:
+    """Takes note of every tensor that the loader asks for, and gives it zeros."""
 
-    gemma3: window 16, full attention in layers 2 and 5 of 7. llama: llama3 rope scaling, untied
-    head. qwen3: per-head q/k norms, tied head.
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def has(self, name: str) -> bool:
+        return not name.endswith("_blocks")  # quantised weights are not made here
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        self.shapes[name] = shape
+        return torch.zeros(shape)
+
+
+def random_tensors(config: Config, seed: int) -> dict[str, Array]:
+    """The checkpoint of a config, by Hugging Face name; float32.
+
+    The loader says which tensors it has, each drawn by its name alone.
     """
-    shared: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "head_dim": 32,
-        "max_position_embeddings": 16384,
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": PAD_ID,
-        "torch_dtype": "float32",
-        "use_cache": True,
+    model, recorder = model_from_hf(config), Recorder()
+    build_model(model, recorder, "padded-f32", model_fingerprint="")
+    return {
+        name: _random(name, shape, seed, has_unit_offset_norms=model.has_unit_offset_norms)
+        for name, shape in sorted(recorder.shapes.items())
     }
-    match family:
-        case "gemma3":
-            return shared | {
-                "architectures": ["Gemma3ForCausalLM"],
-                "model_type": "gemma3_text",
-                "num_hidden_layers": 7,
-                "num_key_value_heads": 1,
-                "hidden_activation": "gelu_pytorch_tanh",
-                "query_pre_attn_scalar": 32,
-                "sliding_window": 16,
-                "layer_types": [
-                    "full_attention" if layer % 3 == 2 else "sliding_attention"
-                    for layer in range(7)
-                ],
-                "rope_theta": 1000000.0,
-                "rope_local_base_freq": 10000.0,
-                "rope_scaling": None,
-                "attn_logit_softcapping": None,
-                "final_logit_softcapping": None,
-                "tie_word_embeddings": True,
-            }
-        case "llama":
-            return shared | {
-                "architectures": ["LlamaForCausalLM"],
-                "model_type": "llama",
-                "num_hidden_layers": 4,
-                "num_key_value_heads": 2,
-                "hidden_act": "silu",
-                "mlp_bias": False,
-                "rope_theta": 10000.0,
-                "rope_scaling": {
-                    "rope_type": "llama3",
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 256,
-                },
-                "tie_word_embeddings": False,
-            }
-        case "qwen3":
-            return shared | {
-                "architectures": ["Qwen3ForCausalLM"],
-                "model_type": "qwen3",
-                "num_hidden_layers": 4,
-                "num_key_value_heads": 2,
-                "hidden_act": "silu",
-                "rope_theta": 1000000.0,
-                "rope_scaling": None,
-                "use_sliding_window": False,
-                "sliding_window": None,
-                "tie_word_embeddings": True,
-            }
 
 
-def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Array]:
-    """The checkpoint of a config, by Hugging Face name; float32."""
-    rng = np.random.default_rng(seed)
-    is_gemma = config["model_type"] == "gemma3_text"
-    hidden, head_dim = config["hidden_size"], config["head_dim"]
-    q_rows = config["num_attention_heads"] * head_dim
-    kv_rows = config["num_key_value_heads"] * head_dim
-
-    def linear(rows: int, columns: int) -> Array:
-        return rng.normal(0.0, columns**-0.5, (rows, columns)).astype(np.float32)
-
-    def norm(size: int) -> Array:
-        neutral = 0.0 if is_gemma else 1.0  # Gemma's norms multiply by 1 + weight
-        return (neutral + rng.normal(0.0, 0.2, size)).astype(np.float32)
-
-    tensors = {"model.embed_tokens.weight": linear(config["vocab_size"], hidden)}
-    for layer in range(config["num_hidden_layers"]):
-        tensors |= {
-            f"model.layers.{layer}.{name}": value
-            for name, value in random_layer(config, q_rows, kv_rows, linear, norm).items()
-        }
-    tensors["model.norm.weight"] = norm(hidden)
-    if not config["tie_word_embeddings"]:
-        tensors["lm_head.weight"] = linear(config["vocab_size"], hidden)
-    return tensors
-
-
-def random_layer(
-    config: dict[str, Any],
-    q_rows: int,
-    kv_rows: int,
-    linear: Callable[[int, int], Array],
-    norm: Callable[[int], Array],
-) -> dict[str, Array]:
-    hidden, ffn, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    tensors = {
-        "input_layernorm.weight": norm(hidden),
-        "post_attention_layernorm.weight": norm(hidden),
-        "self_attn.q_proj.weight": linear(q_rows, hidden),
-        "self_attn.k_proj.weight": linear(kv_rows, hidden),
-        "self_attn.v_proj.weight": linear(kv_rows, hidden),
-        "self_attn.o_proj.weight": linear(hidden, q_rows),
-        "mlp.gate_proj.weight": linear(ffn, hidden),
-        "mlp.up_proj.weight": linear(ffn, hidden),
-        "mlp.down_proj.weight": linear(hidden, ffn),
-    }
-    if config["model_type"] in {"gemma3_text", "qwen3"}:
-        tensors["self_attn.q_norm.weight"] = norm(head_dim)
-        tensors["self_attn.k_norm.weight"] = norm(head_dim)
-    if config["model_type"] == "gemma3_text":
-        tensors["pre_feedforward_layernorm.weight"] = norm(hidden)
-        tensors["post_feedforward_layernorm.weight"] = norm(hidden)
-    return tensors
+def _random(name: str, shape: tuple[int, ...], seed: int, *, has_unit_offset_norms: bool) -> Array:
+    rng = np.random.default_rng([seed, *name.encode()])
+    last = name.removesuffix(".weight").rpartition(".")[2]
+    if last == "A_log":
+        values = np.log(rng.uniform(0.5, 4.0, shape))
+    elif last == "dt_bias":
+        steps = np.exp(rng.uniform(np.log(0.1), np.log(1.0), shape))
+        values = steps + np.log(-np.expm1(-steps))  # the inverse of softplus
+    elif last == "D":
+        values = rng.normal(1.0, 0.2, shape)
+    elif "norm" in last:
+        is_offset = has_unit_offset_norms and not name.endswith(GATED_NORMS)
+        values = (0.0 if is_offset else 1.0) + rng.normal(0.0, 0.2, shape)
+    elif len(shape) == 1:
+        values = rng.normal(0.0, 1.0 if "sink" in last else 0.1, shape)
+    else:
+        num_inputs = shape[-2] if name.endswith(TRANSPOSED) else shape[-1]
+        values = rng.normal(0.0, num_inputs**-0.5, shape)
+    return values.astype(np.float32)
 
 
 def tiny_tokenizer() -> Tokenizer:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from prfaas.cli.layer_pattern import shortest
-from prfaas.engine.config import describe, kv_bytes, uncomputed
+from prfaas.engine.config import describe, kv_bytes
 from prfaas.engine.mixer_spec import KvDtype, MixerSpec, StateTensor
 from prfaas.engine.model_spec import constant_bytes, growth_bytes, layer_groups
 from prfaas.errors import ConfigError
@@ -64,7 +64,7 @@ def report(config: Mapping[str, Any], kv_dtype: KvDtype) -> Report:
         "bytes_per_token": growth,
         "constant_bytes": constant,
         "break_even_tokens": constant / growth if growth else None,
-        "unsupported": [*uncomputed(model), *model.unsupported],
+        "unsupported": list(model.unsupported),
         "uncertain": dict(config.get(UNCERTAIN) or {}),
     }
 

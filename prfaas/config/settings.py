@@ -136,6 +136,10 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     _setting("engine.dtype", "Weight packing; activations and KV are float32 either way."),
     _setting(
+        "engine.numerics",
+        "strict: linear mixers give equal bits for any cut, at a cost; attention always does.",
+    ),
+    _setting(
         "engine.threads",
         "Torch threads. Default: all cores. Two nodes on one machine: cores / nodes.",
         minimum=1,

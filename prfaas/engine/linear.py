@@ -25,11 +25,26 @@ Linear = Callable[[Tensor], Tensor]
 """x_MK -> y_MN; M must be one of padded_rows(), x_MK contiguous float32."""
 
 
-def pack(weight_NK: Tensor, packing: Packing, *, pool: Executor | None = None) -> Linear:
-    """Return the linear layer of `weight_NK`, which the caller may free afterwards.
+def pack(
+    weight_NK: Tensor,
+    packing: Packing,
+    bias_N: Tensor | None = None,
+    *,
+    pool: Executor | None = None,
+) -> Linear:
+    """Return the linear layer of `weight_NK` and a bias, which the caller may free afterwards.
 
     A matrix is packed by one thread; a `pool` shares the shards of a large one.
     """
+    product = _pack_weight(weight_NK, packing, pool)
+    if bias_N is None:
+        return product
+    # Added to the finished sum, where no kernel's choice of rows can change its bits.
+    bias = bias_N.float().clone()
+    return lambda x_MK: product(x_MK).add_(bias)
+
+
+def _pack_weight(weight_NK: Tensor, packing: Packing, pool: Executor | None) -> Linear:
     match packing:
         case "fbgemm-fp16":
             return _pack_fbgemm(weight_NK, map if pool is None else pool.map)

@@ -137,6 +137,8 @@ class GdnSpec(_FixedState):
     conv_width: int
     beta_scale: float = 1.0
     """2: eigenvalues may be negative (OLMo)."""
+    norm_eps: float | None = None
+    """Of the output norm; None: the model's."""
     mixer: Literal["gdn"] = "gdn"
     state_layout: ClassVar[str] = "conv-qkv-tc,state-hkv"
 
@@ -194,6 +196,8 @@ class LightningSpec(_FixedState):
     has_qk_norm: bool = False
     norm_groups: int = 1
     """Groups of heads that the output norm is taken over."""
+    norm_eps: float | None = None
+    """Of the output norm; None: the model's."""
     mixer: Literal["lightning"] = "lightning"
     state_layout: ClassVar[str] = "state-hkv"
 
@@ -218,6 +222,8 @@ class Mamba2Spec(_FixedState):
     has_conv_bias: bool = True
     has_in_bias: bool = False
     has_out_bias: bool = False
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+    """Bounds of dt after its softplus."""
     gated_norm: Literal["gate_first", "norm_first"] | None = "gate_first"
     """None: the gate alone (Falcon-H1)."""
     mixer: Literal["mamba2"] = "mamba2"

@@ -1,6 +1,6 @@
 """The decoder: embedding, layers of mixer and feed-forward, final norm and head.
 
-Attribute names follow the Hugging Face checkpoint. Shapes: T rows, D model dim, V vocabulary.
+Shapes: T rows, D model dim, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from prfaas.cache.spec import CacheLayout
 from prfaas.engine.batch import Batch, Segment
-from prfaas.engine.config import ModelConfig, kv_groups
-from prfaas.engine.layers.gqa import GqaMixer
-from prfaas.engine.layers.mlp import GatedMlp
+from prfaas.engine.chunk_grid import replay_dim
+from prfaas.engine.kv_groups import kv_groups
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear, Packing, padded_rows
+from prfaas.engine.model_spec import ModelSpec, ResidualSpec
+from prfaas.engine.options import Numerics
 from prfaas.engine.sequence_kv import SequenceKv, capacity_bytes
 
-__all__ = ["Block", "Embedding", "Model", "Segment"]
+__all__ = ["Block", "Embedding", "Model", "Residual", "Segment"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,25 +42,57 @@ class Embedding:
         return rows_TD if self.scale == 1.0 else rows_TD.mul_(self.scale)
 
 
+Mixer = Callable[[Tensor, Batch, int, Callable[[], None]], Tensor]
+"""(x_TD, batch, layer, on_written) -> y_TD; calls on_written once what the layer keeps is in place."""
+Ffn = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """How one part of a layer joins the residual stream, with the norms that its spec asks for."""
+
+    spec: ResidualSpec
+    pre_norm: RmsNorm | None
+    post_norm: RmsNorm | None
+
+    def add_to(self, x_TD: Tensor, part: Ffn) -> None:
+        """Replace the stream by what it is after `part`, in place."""
+        spec = self.spec
+        normed_TD = x_TD if self.pre_norm is None else self.pre_norm(x_TD)
+        out_TD = part(normed_TD)
+        if self.post_norm is not None:
+            out_TD = self.post_norm(out_TD)
+        if spec.add_scale != 1.0:
+            out_TD = out_TD * spec.add_scale
+        if spec.keeps_normed:
+            x_TD.copy_(normed_TD)
+        if spec.keep_scale != 1.0:
+            x_TD *= spec.keep_scale
+        x_TD += out_TD
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One layer. `post_*` norms apply to what is added to the residual stream, if present."""
+    """One layer: a mixer, a feed-forward, or one after the other."""
 
-    input_layernorm: RmsNorm
-    self_attn: GqaMixer
-    post_attention_norm: RmsNorm | None
-    pre_mlp_norm: RmsNorm
-    mlp: GatedMlp
-    post_mlp_norm: RmsNorm | None
+    mixer: Mixer | None
+    mixer_residual: Residual | None
+    ffn: Ffn | None
+    ffn_residual: Residual | None
 
     def add_to(
         self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
     ) -> None:
-        """Add the layer's outputs to the residual stream in place."""
-        mixed_TD = self.self_attn(self.input_layernorm(x_TD), batch, layer, on_written)
-        x_TD += mixed_TD if self.post_attention_norm is None else self.post_attention_norm(mixed_TD)
-        fed_TD = self.mlp(self.pre_mlp_norm(x_TD))
-        x_TD += fed_TD if self.post_mlp_norm is None else self.post_mlp_norm(fed_TD)
+        """Take the residual stream through the layer, in place."""
+        mixer = self.mixer
+        if mixer is None:
+            on_written()
+        else:
+            assert self.mixer_residual is not None
+            self.mixer_residual.add_to(x_TD, lambda y_TD: mixer(y_TD, batch, layer, on_written))
+        if self.ffn is not None:
+            assert self.ffn_residual is not None
+            self.ffn_residual.add_to(x_TD, self.ffn)
 
 
 class Model:
@@ -67,7 +100,7 @@ class Model:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelSpec,
         *,
         embed_tokens: Embedding,
         layers: Sequence[Block],
@@ -75,6 +108,7 @@ class Model:
         lm_head: Linear,
         packing: Packing,
         model_fingerprint: str,
+        numerics: Numerics = "grid",
     ) -> None:
         self.config = config
         self.embed_tokens = embed_tokens
@@ -83,17 +117,26 @@ class Model:
         self.lm_head = lm_head
         self.packing = packing
         self.model_fingerprint = model_fingerprint
+        self.numerics = numerics
         self.numerics_fingerprint = ""  # set once the self-test passed
 
     def layout(self, block_tokens: int) -> CacheLayout:
         """Return the groups of layers whose KV is cached together."""
-        return kv_groups(self.config, block_tokens)
+        return kv_groups(self.config.layers, block_tokens, replay_dims=self._replay_dims())
 
     def new_kv(self, *, capacity_tokens: int, block_tokens: int = 64) -> SequenceKv:
         """Return an empty working copy for a sequence of up to `capacity_tokens`."""
         return SequenceKv(
-            self.config.layers, capacity_tokens=capacity_tokens, block_tokens=block_tokens
+            self.config.layers,
+            capacity_tokens=capacity_tokens,
+            block_tokens=block_tokens,
+            replay_dims=self._replay_dims(),
         )
+
+    def _replay_dims(self) -> list[int | None] | None:
+        if self.numerics == "grid":
+            return None
+        return [replay_dim(layer) for layer in self.config.layers]
 
     def kv_capacity_bytes(self, num_tokens: int) -> int:
         """Return the bytes of the working copy of a sequence of up to `num_tokens`."""
@@ -130,7 +173,9 @@ class Model:
         if not rows:
             return x_TD.new_empty(0, self.config.vocab_size)
         padding = padded_rows(len(rows), self.packing) - len(rows)
-        return self.lm_head(self.norm(x_TD[rows + rows[:1] * padding]))[: len(rows)]
+        logits_TV = self.lm_head(self.norm(x_TD[rows + rows[:1] * padding]))[: len(rows)]
+        scale = self.config.logits_scale
+        return logits_TV if scale == 1.0 else logits_TV.mul_(scale)
 
 
 def _ignore(layer: int) -> None:

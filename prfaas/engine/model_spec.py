@@ -1,6 +1,6 @@
 """A model as its config.json describes it, whether or not this engine computes it; torch-free."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -8,6 +8,7 @@ from prfaas.engine.ffn_spec import FfnSpec
 from prfaas.engine.mixer_spec import (
     KvDtype,
     MixerSpec,
+    NoMixerSpec,
     StateTensor,
     bytes_per_token,
     state_bytes,
@@ -15,6 +16,27 @@ from prfaas.engine.mixer_spec import (
 from prfaas.engine.parameters import ffn_parameters, mixer_parameters
 
 Activation = Literal["silu", "gelu_tanh", "relu2", "clamped_silu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualSpec:
+    """How a layer's mixer, or its feed-forward, f joins the residual stream x.
+
+    x <- keep_scale * r + add_scale * post_norm(f(pre_norm(x))), where r is x, or pre_norm(x).
+    """
+
+    has_pre_norm: bool = True
+    has_post_norm: bool = False
+    """The output is normed before it is added (Gemma, OLMo)."""
+    keeps_normed: bool = False
+    """What f got is kept, not what was there before (MiniMax-01)."""
+    keep_scale: float = 1.0
+    add_scale: float = 1.0
+
+    @property
+    def num_norms(self) -> int:
+        """Norms of the hidden size."""
+        return int(self.has_pre_norm) + int(self.has_post_norm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,20 +51,20 @@ class ModelSpec:
     """The feed-forward of each layer."""
     max_context_tokens: int
     norm_eps: float
-    norms_per_layer: tuple[int, ...]
-    """RMS norms of the hidden size around each layer's mixer and feed-forward."""
+    mixer_residuals: tuple[ResidualSpec, ...]
+    """How each layer's mixer joins the stream; without meaning for a layer without one."""
+    ffn_residuals: tuple[ResidualSpec, ...]
+    """How each layer's feed-forward joins the stream; likewise."""
     activation: Activation = "silu"
     has_tied_embeddings: bool = False
     has_unit_offset_norms: bool = False
     """Norms multiply by 1 + weight."""
-    has_post_norms: bool = False
-    """Mixer and feed-forward outputs are normed before they are added (Gemma)."""
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0
-    """Multiplies mixer and feed-forward outputs before they are added (Granite)."""
     logits_scale: float = 1.0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    num_further_layers: int = 0
+    """Layers stored after these that predict tokens further ahead; they are not computed."""
     unsupported: tuple[str, ...] = ()
     """Fields that ask for what no layer above describes, each as "name=value"."""
 
@@ -52,9 +74,16 @@ class ModelSpec:
         hidden = self.hidden_size
         layers = sum(mixer_parameters(layer, hidden) for layer in self.layers)
         ffns = sum(ffn_parameters(ffn, hidden) for ffn in self.ffns)
-        norms = hidden * (sum(self.norms_per_layer) + 1)
+        norms = hidden * (sum(self._norms()) + 1)
         tables = self.vocab_size * hidden * (1 if self.has_tied_embeddings else 2)
         return layers + ffns + norms + tables
+
+    def _norms(self) -> Iterator[int]:
+        """The norms around each mixer and each feed-forward."""
+        for mixer, residual in zip(self.layers, self.mixer_residuals, strict=True):
+            yield 0 if isinstance(mixer, NoMixerSpec) else residual.num_norms
+        for ffn, residual in zip(self.ffns, self.ffn_residuals, strict=True):
+            yield 0 if ffn is None else residual.num_norms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

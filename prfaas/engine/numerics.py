@@ -6,6 +6,8 @@ were cut into chunks and batches.
 
 import hashlib
 import platform
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
@@ -14,14 +16,22 @@ from torch import Tensor
 
 from prfaas.engine.attention import KEY_BLOCK, KeySpan, attend, attend_steps
 from prfaas.engine.batch import Batch, Segment
-from prfaas.engine.config import LayerSpec
+from prfaas.engine.chunk_grid import CHUNK_TOKENS
+from prfaas.engine.layers.gqa import GqaMixer
+from prfaas.engine.layers.parallel import ParallelMixer
 from prfaas.engine.linear import Packing, is_available, padded_rows
-from prfaas.engine.model import Model
+from prfaas.engine.mixer_spec import GqaSpec, LightningSpec, MixerSpec, ParallelSpec
+from prfaas.engine.model import Mixer, Model
 from prfaas.log import get_logger
 
 NUM_TEST_TOKENS = 330
 TEST_CUTS = (1, 2, 4, 9, 70, 71, 200, 264)
 """Ends of the pieces that must give the bits of the whole: single rows, odd counts, whole tiles."""
+GRID_CUTS = (64, 192, 256)
+"""Where linear mixers may be cut: CHUNK_TOKENS apart, or more."""
+TEST_PROMPT_END = 320
+"""From here on linear mixers take the test's tokens one by one."""
+STEP_CUTS = (192, TEST_PROMPT_END, TEST_PROMPT_END + 1, TEST_PROMPT_END + 4)
 NUM_NEIGHBOUR_TOKENS = 2
 NUM_TEST_KEYS = 1100
 NUM_TEST_ROWS = 20
@@ -52,10 +62,11 @@ def numerics_fingerprint(model: Model) -> str:
     Raises:
         InexactKernelsError: some result depends on how the work was cut.
     """
-    if not all(steps_equal_tiles(spec) for spec in dict.fromkeys(model.config.layers)):
+    attentions = [attention for mixer in mixers(model) if (attention := attention_of(mixer))]
+    if not all(steps_equal_tiles(spec) for spec in {mixer.spec: None for mixer in attentions}):
         get_logger().warning("attention.steps_inexact")
-        for layer in model.layers:
-            layer.self_attn.has_exact_steps = False
+        for attention in attentions:
+            attention.has_exact_steps = False
     return " ".join(
         (
             f"cpu-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}",
@@ -63,10 +74,39 @@ def numerics_fingerprint(model: Model) -> str:
             model.packing,
             f"attention-grid{KEY_BLOCK}",
             "kv-float32",
-            "exact",
+            exactness(model),
             f"test-{self_test(model)[:16]}",
         )
     )
+
+
+def exactness(model: Model) -> str:
+    """Return what the bits of a row depend on besides the tokens before it.
+
+    "exact": nothing, and strict mode changes nothing. "exact-chunk64": for a linear mixer, on the
+    prompt's length and on cuts off the grid. "exact-strict64": nothing, by replay of chunks.
+    """
+    if not any(is_linear(layer) for layer in model.config.layers):
+        return "exact"
+    kind = "strict" if model.numerics == "strict" else "chunk"
+    return f"exact-{kind}{CHUNK_TOKENS}"
+
+
+def is_linear(layer: MixerSpec) -> bool:
+    """Return whether the layer carries a state from token to token."""
+    return bool(layer.states)
+
+
+def mixers(model: Model) -> list[Mixer]:
+    """Return the mixers of all layers that have one."""
+    return [layer.mixer for layer in model.layers if layer.mixer is not None]
+
+
+def attention_of(mixer: Mixer) -> GqaMixer | None:
+    """Return the grouped-query attention in a mixer, if there is one."""
+    if isinstance(mixer, ParallelMixer):
+        return mixer.attention
+    return mixer if isinstance(mixer, GqaMixer) else None
 
 
 @torch.no_grad()
@@ -81,13 +121,14 @@ def self_test(model: Model) -> str:
     """
     generator = torch.Generator().manual_seed(0)
     digest = hashlib.sha256()
-    first_of_kind = {spec: index for index, spec in reversed(list(enumerate(model.config.layers)))}
-    for spec, index in first_of_kind.items():
+    for index in _first_of_each_kind(model):
         x_TD = torch.randn(NUM_TEST_TOKENS, model.config.hidden_size, generator=generator)
-        whole_TD = _run_layer(model, index, x_TD, ())
-        _require_equal(f"layer {index}", whole_TD, _run_layer(model, index, x_TD, TEST_CUTS))
-        digest.update(whole_TD.numpy().data)
-        digest.update(_LongAttention(spec, generator).test().numpy().data)
+        for rows_TD in _test_layer(model, index, x_TD):
+            digest.update(rows_TD.numpy().data)
+        spec = model.config.layers[index]
+        attention = spec.attention if isinstance(spec, ParallelSpec) else spec
+        if isinstance(attention, GqaSpec):
+            digest.update(_LongAttention(attention, generator).test().numpy().data)
     x_TD = torch.randn(sum(HEAD_ROWS), model.config.hidden_size, generator=generator)
     whole_TV = _run_head(model, x_TD)
     pieces_TV = torch.cat(
@@ -98,16 +139,53 @@ def self_test(model: Model) -> str:
     return digest.hexdigest()
 
 
-def _run_layer(model: Model, index: int, x_TD: Tensor, cuts: tuple[int, ...]) -> Tensor:
+def _first_of_each_kind(model: Model) -> list[int]:
+    """Return the first layer of each pair of a mixer and a feed-forward."""
+    spec = model.config
+    kinds: dict[object, int] = {}
+    for index, pair in enumerate(zip(spec.layers, spec.ffns, strict=True)):
+        mixer, ffn = pair
+        if isinstance(mixer, LightningSpec):
+            mixer = replace(mixer, slope_scale=1.0)  # it alone differs from layer to layer
+        kinds.setdefault((mixer, ffn), index)
+    return list(kinds.values())
+
+
+def _test_layer(model: Model, index: int, x_TD: Tensor) -> Iterator[Tensor]:
+    """Yield the layer's output rows whole, and its steps; raises InexactKernelsError."""
+    name = f"layer {index}"
+    is_on_grid = is_linear(model.config.layers[index]) and model.numerics == "grid"
+    whole_TD = _run_layer(model, index, x_TD, ())
+    pieces_TD = _run_layer(model, index, x_TD, GRID_CUTS if is_on_grid else TEST_CUTS)
+    _require_equal(name, whole_TD, pieces_TD)
+    yield whole_TD
+    if is_on_grid:
+        steps_TD = _run_layer(model, index, x_TD, (), TEST_PROMPT_END)
+        pieces_TD = _run_layer(model, index, x_TD, STEP_CUTS, TEST_PROMPT_END)
+        _require_equal(f"{name}, token by token", steps_TD, pieces_TD)
+        yield steps_TD
+
+
+def _run_layer(
+    model: Model,
+    index: int,
+    x_TD: Tensor,
+    cuts: tuple[int, ...],
+    prompt_end: int | None = None,
+) -> Tensor:
     """Return one layer's output rows, computed in pieces, each beside another sequence's rows."""
     kv = model.new_kv(capacity_tokens=len(x_TD))
     rows = []
     for start, stop in pairwise((0, *cuts, len(x_TD))):
         neighbour = model.new_kv(capacity_tokens=NUM_NEIGHBOUR_TOKENS)
+        tokens, others = [0] * (stop - start), [0] * NUM_NEIGHBOUR_TOKENS
         segments = [
-            Segment(kv=kv, tokens=[0] * (stop - start), num_logits=0),
-            Segment(kv=neighbour, tokens=[0] * NUM_NEIGHBOUR_TOKENS, num_logits=0),
+            Segment(kv=kv, tokens=tokens, num_logits=0, prompt_end=prompt_end),
+            Segment(kv=neighbour, tokens=others, num_logits=0, prompt_end=0),
         ]
+        for segment in segments:
+            if (state := segment.kv.states[index]) is not None:
+                state.begin(segment.kv.num_tokens, ())
         batch = Batch(segments, model.packing)
         piece_TD = x_TD.new_ones(len(batch.tokens_T), x_TD.shape[1])
         piece_TD[: stop - start] = x_TD[start:stop]
@@ -129,7 +207,7 @@ def _run_head(model: Model, x_TD: Tensor) -> Tensor:
 class _LongAttention:
     """The last rows of a longer sequence than a layer's test has."""
 
-    def __init__(self, spec: LayerSpec, generator: torch.Generator) -> None:
+    def __init__(self, spec: GqaSpec, generator: torch.Generator) -> None:
         self._spec = spec
         num_groups = spec.num_heads // spec.num_kv_heads
         padded = -(-NUM_TEST_KEYS // KEY_BLOCK) * KEY_BLOCK
@@ -179,7 +257,7 @@ class _LongAttention:
 
 
 @torch.no_grad()
-def steps_equal_tiles(spec: LayerSpec) -> bool:
+def steps_equal_tiles(spec: GqaSpec) -> bool:
     """Return whether decode steps have a kernel of their own that gives the bits of a tile."""
     attention = _LongAttention(spec, torch.Generator().manual_seed(0))
     return torch.equal(attention.steps(), attention.tile(0, NUM_TEST_ROWS))

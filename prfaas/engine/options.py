@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+Numerics = Literal["grid", "strict"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
@@ -10,6 +12,9 @@ class EngineOptions:
 
     dtype: Literal["float16", "float32"] = "float16"
     """Weight packing on CPU. Activations and KV are float32 either way."""
+    numerics: Numerics = "grid"
+    """Of linear mixers: equal bits for cuts on the absolute grid of 64 tokens, or strict, for any
+    cut and for decode, by replay at a cost. Models of attention alone are always strict."""
     threads: int | None = None
     """Torch threads; None is all cores. Two nodes on one machine: cores / nodes."""
     max_batch_sequences: int = 8

@@ -9,12 +9,12 @@ import json
 import mmap
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prfaas.engine.safetensors_header import stored_tensors
 from prfaas.errors import ConfigError
 
 HEADER_BYTES = 1 << 20
@@ -22,22 +22,9 @@ HEADER_BYTES = 1 << 20
 
 _PIECE_BYTES = 8 << 20
 _SAMPLE_ITEMS = 4096
-_MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
 
 OnBytes = Callable[[int], None]
 """Is told the bytes done so far."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
-    """One tensor of a safetensors file; offsets count from the start of the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 def write_weights(
@@ -127,40 +114,6 @@ def identify_weights(paths: Sequence[Path], on_bytes: OnBytes) -> str:
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read the weights {path}: {error}") from error
     return _combine(digests)
-
-
-def stored_tensors(data: mmap.mmap, path: Path) -> list[StoredTensor]:
-    """Return the tensors that a safetensors file lists, in its order.
-
-    Raises:
-        ConfigError: the header is no safetensors header, or a tensor lies outside the file.
-    """
-    try:
-        (length,) = struct.unpack_from("<Q", data)
-        header = json.loads(data[8 : 8 + min(length, _MAX_HEADER_BYTES)])
-        header.pop("__metadata__", None)
-        tensors = [_stored_tensor(name, entry, 8 + length) for name, entry in header.items()]
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not a usable safetensors file: {error}") from error
-    if 8 + length > len(data):
-        raise ConfigError(f"{path} is cut short: it has {len(data)} bytes")
-    for tensor in tensors:
-        if not 8 + length <= tensor.start <= tensor.end <= len(data):
-            raise ConfigError(f"{path} is cut short: tensor {tensor.name!r} lies outside the file")
-    return tensors
-
-
-def _stored_tensor(name: str, entry: dict[str, object], base: int) -> StoredTensor:
-    shape, offsets = entry["shape"], entry["data_offsets"]
-    if not (isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
-        raise ValueError(f"tensor {name!r} has shape {shape!r} and offsets {offsets!r}")
-    return StoredTensor(
-        name=name,
-        dtype=str(entry["dtype"]),
-        shape=tuple(map(int, shape)),
-        start=base + int(offsets[0]),
-        end=base + int(offsets[1]),
-    )
 
 
 def _digest(

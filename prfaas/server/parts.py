@@ -49,7 +49,7 @@ def load_parts(config: NodeConfig, progress: Progress) -> NodeParts:
     override = config.model.chat_template
     chat_template = ChatTemplate.load(model_dir, None if override is None else Path(override))
     progress("load weights", 0, 1)
-    model = load_model(model_dir, dtype=config.engine.dtype)
+    model = load_model(model_dir, dtype=config.engine.dtype, numerics=config.engine.numerics)
     progress("allocate cache", 0, 1)
     layout = model.layout(config.cache.block_tokens)
     model_fingerprint, numerics = model.model_fingerprint, model.numerics_fingerprint

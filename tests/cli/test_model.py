@@ -131,7 +131,7 @@ def test_inspect_says_the_same_in_json():
         {"name": "conv", "shape": [3, 24_576], "dtype": "activation"},
         {"name": "recurrent", "shape": [64, 128, 128], "dtype": "float32"},
     ]
-    assert facts["unsupported"] == ["kda, mla layers", "routed experts"]
+    assert facts["unsupported"] == []
     assert "num_hidden_layers" in facts["uncertain"]
 
 

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from prfaas.engine import linear
 from prfaas.engine.attention import attend_steps
+from prfaas.engine.layers.gqa import GqaMixer
 from prfaas.engine.linear import Packing
 from prfaas.engine.loader import load_model
+from prfaas.engine.model import Model
 from prfaas.engine.numerics import InexactKernelsError, candidate_packings, self_test
 from prfaas.errors import ConfigError
 from tests.tiny_models import write_tiny_model
@@ -20,6 +22,10 @@ from tests.tiny_models import write_tiny_model
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"), "gemma3")
+
+
+def attentions(model: Model) -> list[GqaMixer]:
+    return [mixer for layer in model.layers if isinstance(mixer := layer.mixer, GqaMixer)]
 
 
 def spoil(y_MN: Tensor) -> Tensor:
@@ -60,7 +66,7 @@ def test_a_packing_that_is_not_exact_is_passed_over(
 ) -> None:
     first, second = candidate_packings("float16")[:2]
     broken = {first}
-    monkeypatch.setattr("prfaas.engine.loader.pack", packing_that_breaks(broken))
+    monkeypatch.setattr("prfaas.engine.loading.parts.pack", packing_that_breaks(broken))
     assert load_model(model_dir, dtype="float16").packing == second
 
 
@@ -68,7 +74,7 @@ def test_a_machine_without_an_exact_packing_is_refused(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = set(candidate_packings("float32"))
-    monkeypatch.setattr("prfaas.engine.loader.pack", packing_that_breaks(broken))
+    monkeypatch.setattr("prfaas.engine.loading.parts.pack", packing_that_breaks(broken))
     with pytest.raises(ConfigError, match=r"no weight packing is exact.*layer 0"):
         load_model(model_dir, dtype="float32")
 
@@ -87,18 +93,24 @@ def test_steps_that_are_not_exact_are_computed_as_tiles(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = load_model(model_dir, dtype="float32")
-    assert all(layer.self_attn.has_exact_steps for layer in expected.layers)
+    assert all(mixer.has_exact_steps for mixer in attentions(expected))
     monkeypatch.setattr(
         "prfaas.engine.numerics.attend_steps", lambda *a, **k: spoil(attend_steps(*a, **k))
     )
     model = load_model(model_dir, dtype="float32")
-    assert not any(layer.self_attn.has_exact_steps for layer in model.layers)
+    assert not any(mixer.has_exact_steps for mixer in attentions(model))
     assert model.numerics_fingerprint == expected.numerics_fingerprint
 
 
 def packing_that_breaks(broken: set[Packing]) -> object:
-    def pack(weight_NK: Tensor, packing: Packing, *, pool: Executor | None = None) -> linear.Linear:
-        exact = linear.pack(weight_NK, packing, pool=pool)
+    def pack(
+        weight_NK: Tensor,
+        packing: Packing,
+        bias_N: Tensor | None = None,
+        *,
+        pool: Executor | None = None,
+    ) -> linear.Linear:
+        exact = linear.pack(weight_NK, packing, bias_N, pool=pool)
         return (lambda x_MK: spoil(exact(x_MK))) if packing in broken else exact
 
     return pack

@@ -16,7 +16,7 @@ from prfaas.engine.families.fields import FULL, SLIDING, Fields, bad_layer_type
 from prfaas.engine.families.ropes import rope, ropes_by_layer_type
 from prfaas.engine.ffn_spec import FfnSpec, MoeSpec
 from prfaas.engine.mixer_spec import GqaSpec
-from prfaas.engine.model_spec import ModelSpec
+from prfaas.engine.model_spec import ModelSpec, ResidualSpec
 from prfaas.engine.rope_spec import RopeSpec, YarnScaling
 from prfaas.errors import ConfigError
 
@@ -153,11 +153,11 @@ def gemma3(fields: Fields) -> ModelSpec:
     return fields.model(
         layers=layers,
         ffns=[dense(fields)] * len(layers),
-        norms_per_layer=4,
+        mixer_residual=ResidualSpec(has_post_norm=True),
+        ffn_residual=ResidualSpec(has_post_norm=True),
         activation="gelu_tanh",
         activation_field="hidden_activation",
         has_unit_offset_norms=True,
-        has_post_norms=True,
         # transformers rounds the factor to the dtype of the embedding, here float32.
         embedding_scale=fields.integer("hidden_size") ** 0.5,
     )

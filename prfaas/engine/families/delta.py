@@ -2,12 +2,15 @@
 
 from prfaas.engine.families.attention import gqa, head_dim_of, qwen_ffns
 from prfaas.engine.families.experts import dense, dense_first, sigmoid_experts
-from prfaas.engine.families.fields import FULL, LINEAR, Fields, bad_layer_type
+from prfaas.engine.families.fields import FULL, LINEAR, PRE_NORM, Fields, bad_layer_type
 from prfaas.engine.families.ropes import rope
 from prfaas.engine.mixer_spec import GdnSpec, KdaSpec, MixerSpec, MlaSpec
-from prfaas.engine.model_spec import ModelSpec
+from prfaas.engine.model_spec import ModelSpec, ResidualSpec
 from prfaas.engine.rope_spec import RopeSpec, YarnScaling
 from prfaas.errors import ConfigError
+
+OLMO_FULL = ResidualSpec(has_pre_norm=False, has_post_norm=True)
+"""Of OLMo's attention layers; its linear ones norm what goes in."""
 
 
 def qwen3_next(fields: Fields) -> ModelSpec:
@@ -71,10 +74,17 @@ def olmo_hybrid(fields: Fields) -> ModelSpec:
         value_dim=fields.integer("linear_value_head_dim", default=2 * key_dim),
         conv_width=fields.integer("linear_conv_kernel_dim", default=4),
         beta_scale=2.0 if fields.flag("linear_allow_neg_eigval", default=True) else 1.0,
+        norm_eps=1e-5,
     )
     attention = gqa(fields, _olmo_rope(fields), has_qk_norm=True, qk_norm_span="all_heads")
     layers = of_kinds(kinds, full=attention, linear=linear)
-    return fields.model(layers=layers, ffns=[dense(fields)] * len(layers))
+    residuals = [OLMO_FULL if kind == FULL else PRE_NORM for kind in kinds]
+    return fields.model(
+        layers=layers,
+        ffns=[dense(fields)] * len(layers),
+        mixer_residual=residuals,
+        ffn_residual=residuals,
+    )
 
 
 def _olmo_rope(fields: Fields) -> RopeSpec | None:

@@ -5,12 +5,14 @@ from typing import Any, TypedDict, Unpack
 
 from prfaas.engine.ffn_spec import FfnSpec
 from prfaas.engine.mixer_spec import MixerSpec
-from prfaas.engine.model_spec import Activation, ModelSpec
+from prfaas.engine.model_spec import Activation, ModelSpec, ResidualSpec
 from prfaas.errors import ConfigError
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 CONV, HYBRID, MOE, MLP = "conv", "hybrid", "moe", "mlp"
+PRE_NORM = ResidualSpec()
 CONTEXT_TOKENS = ("max_position_embeddings", "model_max_length")
+FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers")
 LAYER_TYPE_ALIASES = {"attention": FULL, "mamba": LINEAR, "mamba2": LINEAR}
 """Older names of layer types, in configs on the hub."""
 REFUSED: Mapping[str, tuple[object, ...]] = {
@@ -33,9 +35,7 @@ class ModelFeatures(TypedDict, total=False):
     """What only some families set in ModelSpec."""
 
     has_unit_offset_norms: bool
-    has_post_norms: bool
     embedding_scale: float
-    residual_scale: float
     logits_scale: float
 
 
@@ -146,20 +146,22 @@ class Fields:
         *,
         layers: Iterable[MixerSpec],
         ffns: Iterable[FfnSpec | None],
-        norms_per_layer: int | Iterable[int] = 2,
+        mixer_residual: ResidualSpec | Iterable[ResidualSpec] = PRE_NORM,
+        ffn_residual: ResidualSpec | Iterable[ResidualSpec] = PRE_NORM,
         eps_names: tuple[str, ...] = ("rms_norm_eps",),
         activation: Activation = "silu",
         activation_field: str = "hidden_act",
         is_tied: bool = False,
         **more: Unpack[ModelFeatures],
     ) -> ModelSpec:
-        """Return the model around these layers; `is_tied` where the config does not say."""
+        """Return the model around these layers; `is_tied` where the config does not say.
+
+        One residual is that of every layer.
+        """
         layers, ffns = tuple(layers), tuple(ffns)
         for field, off in REFUSED.items():
             self.refuse_unless(field, *off)
         self.refuse_unless(activation_field, *ACTIVATION_NAMES[activation])
-        if isinstance(norms_per_layer, int):
-            norms_per_layer = (norms_per_layer,) * len(layers)
         bos = self.get("bos_token_id")
         return ModelSpec(
             model_type=str(self.get("model_type")),
@@ -169,11 +171,13 @@ class Fields:
             ffns=ffns,
             max_context_tokens=self.integer(*CONTEXT_TOKENS),
             norm_eps=self.number(*eps_names, default=1e-6),
-            norms_per_layer=tuple(norms_per_layer),
+            mixer_residuals=_for_each(mixer_residual, len(layers)),
+            ffn_residuals=_for_each(ffn_residual, len(layers)),
             activation=activation,
             has_tied_embeddings=self.flag("tie_word_embeddings", "tie_embedding", default=is_tied),
             bos_token_id=bos if isinstance(bos, int) else None,
             eos_token_ids=_eos_ids(self.get("eos_token_id")),
+            num_further_layers=self.count(*FURTHER_LAYERS),
             unsupported=tuple(dict.fromkeys(self.unsupported)),
             **more,
         )
@@ -182,6 +186,12 @@ class Fields:
 def bad_layer_type(kind: str) -> ConfigError:
     """Return the error for a layer type that the family does not have."""
     return ConfigError(f"layer type {kind!r} is not supported")
+
+
+def _for_each(
+    residual: ResidualSpec | Iterable[ResidualSpec], num_layers: int
+) -> tuple[ResidualSpec, ...]:
+    return (residual,) * num_layers if isinstance(residual, ResidualSpec) else tuple(residual)
 
 
 def _eos_ids(value: object) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from prfaas.engine.families.fields import FULL, LINEAR, Fields, bad_layer_type
 from prfaas.engine.families.ropes import rope
 from prfaas.engine.ffn_spec import MoeSpec
 from prfaas.engine.mixer_spec import LightningSpec, MixerSpec
-from prfaas.engine.model_spec import ModelSpec
+from prfaas.engine.model_spec import ModelSpec, ResidualSpec
 from prfaas.engine.rope_spec import RopeSpec
 from prfaas.errors import ConfigError
 
@@ -35,6 +35,7 @@ def minimax(fields: Fields) -> ModelSpec:
                         head_dim=head_dim,
                         scale=1.0,
                         slope_scale=1 - index / (num_layers - 1 + 1e-5) + 1e-5,
+                        norm_eps=1e-6,
                     )
                 )
             case _:
@@ -44,7 +45,27 @@ def minimax(fields: Fields) -> ModelSpec:
         experts_per_token=fields.integer(*EXPERTS_PER_TOKEN),
         intermediate_size=fields.integer("intermediate_size"),
     )
-    return fields.model(layers=layers, ffns=[moe] * len(layers))
+    return fields.model(
+        layers=layers,
+        ffns=[moe] * len(layers),
+        mixer_residual=[
+            _minimax_residual(fields, "full_attn" if layer == full else "linear_attn")
+            for layer in layers
+        ],
+        ffn_residual=_minimax_residual(fields, "mlp"),
+    )
+
+
+def _minimax_residual(fields: Fields, part: str) -> ResidualSpec:
+    """The normed input is kept; the hub's names differ from those of transformers."""
+    old = {"full_attn": "layernorm_full_attention", "linear_attn": "layernorm_linear_attention"}
+    scales = [
+        fields.number(
+            f"{part}_{factor}_factor", f"{old.get(part, 'layernorm_mlp')}_{factor}", default=1.0
+        )
+        for factor in ("alpha", "beta")
+    ]
+    return ResidualSpec(keeps_normed=True, keep_scale=scales[0], add_scale=scales[1])
 
 
 def _minimax_kinds(fields: Fields) -> list[str]:

@@ -1,5 +1,6 @@
 """Families with Mamba-2: Granite 4 H, Bamba, Falcon-H1, Nemotron-H."""
 
+import math
 from dataclasses import replace
 
 from prfaas.engine.families.attention import gqa, head_dim_of
@@ -18,9 +19,12 @@ from prfaas.engine.families.fields import (
 from prfaas.engine.families.ropes import rope
 from prfaas.engine.ffn_spec import FfnSpec, MlpSpec, MoeSpec
 from prfaas.engine.mixer_spec import Mamba2Spec, MixerSpec, NoMixerSpec, ParallelSpec
-from prfaas.engine.model_spec import ModelSpec
+from prfaas.engine.model_spec import ModelSpec, ResidualSpec
 from prfaas.errors import ConfigError
 
+INFINITY = math.inf
+WRITTEN_INFINITY = {"__float__": "Infinity"}
+"""What transformers writes, as JSON has no infinity."""
 NEMOTRON_PATTERN = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 
 
@@ -46,7 +50,19 @@ def mamba2(fields: Fields, *, inner_dim: int | None = None) -> Mamba2Spec:
         has_conv_bias=fields.flag("mamba_conv_bias", default=True),
         has_in_bias=fields.flag("mamba_proj_bias"),
         has_out_bias=fields.flag("mamba_proj_bias"),
+        dt_limit=_dt_limit(fields),
     )
+
+
+def _dt_limit(fields: Fields) -> tuple[float, float]:
+    """The bounds of dt; transformers' Nemotron-H clamps a prompt at time_step_min, vLLM does not."""
+    limit = fields.items("time_step_limit", "mamba_dt_limit")
+    if limit is None:
+        return (0.0, INFINITY)
+    bounds = [INFINITY if bound == WRITTEN_INFINITY else bound for bound in limit]
+    if len(bounds) != 2 or not all(isinstance(bound, int | float) for bound in bounds):
+        raise ConfigError(f"time_step_limit={limit!r} is not two numbers")
+    return (float(bounds[0]), float(bounds[1]))
 
 
 def granite(fields: Fields) -> ModelSpec:
@@ -59,11 +75,13 @@ def granite(fields: Fields) -> ModelSpec:
         scale=fields.number("attention_multiplier", default=1.0),
     )
     layers = of_kinds(kinds, full=attention, linear=mamba2(fields))
+    residual = ResidualSpec(add_scale=fields.number("residual_multiplier", default=1.0))
     return fields.model(
         layers=layers,
         ffns=[_granite_ffn(fields)] * len(layers),
         embedding_scale=fields.number("embedding_multiplier", default=1.0),
-        residual_scale=fields.number("residual_multiplier", default=1.0),
+        mixer_residual=residual,
+        ffn_residual=residual,
         logits_scale=1 / fields.number("logits_scaling", default=1.0),
     )
 
@@ -142,6 +160,7 @@ def nemotron_h(fields: Fields) -> ModelSpec:
         has_conv_bias=fields.flag("use_conv_bias", "mamba_conv_bias", default=True),
         has_in_bias=fields.flag("use_bias"),
         has_out_bias=fields.flag("use_bias"),
+        dt_limit=_dt_limit(fields),
     )
     fields.refuse_unless("attention_bias", False)
     head_dim = fields.integer("head_dim", "attention_head_dim", default=128)
@@ -150,7 +169,6 @@ def nemotron_h(fields: Fields) -> ModelSpec:
     return fields.model(
         layers=[mixers.get(kind, NoMixerSpec()) for kind in kinds],
         ffns=[_nemotron_ffn(fields, kind) for kind in kinds],
-        norms_per_layer=1,
         eps_names=("layer_norm_epsilon", "rms_norm_eps"),
         activation="relu2",
         activation_field="mlp_hidden_act",

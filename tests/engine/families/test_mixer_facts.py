@@ -7,7 +7,7 @@ import pytest
 from prfaas.engine.families.registry import describe
 from prfaas.engine.ffn_spec import FfnSpec, MlpSpec, MoeSpec
 from prfaas.engine.mixer_spec import MixerSpec
-from prfaas.engine.model_spec import ModelSpec
+from prfaas.engine.model_spec import ModelSpec, ResidualSpec
 from tests.engine.families.tiny_hf import config_json, hf_configs
 
 CONFIGS = hf_configs()
@@ -100,7 +100,9 @@ def test_falcons_multipliers_are_read() -> None:
 def test_granites_multipliers_are_read() -> None:
     scales = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
     model = describe(config_json(CONFIGS["granite"]) | scales | {"attention_multiplier": 0.015})
-    assert (model.embedding_scale, model.logits_scale, model.residual_scale) == (12.0, 0.125, 0.22)
+    assert (model.embedding_scale, model.logits_scale) == (12.0, 0.125)
+    residuals = {*model.mixer_residuals, *model.ffn_residuals}
+    assert residuals == {ResidualSpec(add_scale=0.22)}
     assert getattr(first(model, "gqa"), "scale", None) == 0.015
 
 

@@ -1,0 +1,91 @@
+"""Builds a model from its description and a checkpoint's tensors."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from prfaas.engine.linear import Packing
+from prfaas.engine.loading.checkpoint import TensorSource
+from prfaas.engine.loading.ffns import build_ffn
+from prfaas.engine.loading.mixers import add_ropes, build_mixer
+from prfaas.engine.loading.names import NAMES, NormNames
+from prfaas.engine.loading.parts import Parts
+from prfaas.engine.mixer_spec import GqaSpec, MlaSpec
+from prfaas.engine.model import Block, Embedding, Model, Residual
+from prfaas.engine.model_spec import ModelSpec, ResidualSpec
+from prfaas.engine.options import Numerics
+
+
+def build_model(
+    spec: ModelSpec,
+    weights: TensorSource,
+    packing: Packing,
+    *,
+    model_fingerprint: str,
+    numerics: Numerics = "grid",
+) -> Model:
+    """Return the model, its tensors packed, each of which was taken from `weights` once.
+
+    Raises:
+        ConfigError: a tensor is missing or has another shape.
+    """
+    parts = Parts(spec, NAMES[spec.model_type], weights, packing)
+    for layer in spec.layers:
+        add_ropes(parts, layer)
+    names = parts.names
+    size = (spec.vocab_size, spec.hidden_size)
+    embedding = weights.take(f"{names.embed_tokens}.weight", *size)
+    is_tied = spec.has_tied_embeddings
+    head = embedding if is_tied else weights.take(f"{names.lm_head}.weight", *size)
+    # Packing is one thread's work for each matrix and lets go of the interpreter.
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        layers = pool.map(lambda index: _block(parts, index), range(len(spec.layers)))
+        lm_head = parts.pack(head, pool=pool)
+    return Model(
+        spec,
+        embed_tokens=Embedding(
+            weight=embedding, scale=spec.embedding_scale, is_half=packing == "fbgemm-fp16"
+        ),
+        layers=list(layers),
+        norm=parts.hidden_norm(names.final_norm),
+        lm_head=lm_head,
+        packing=packing,
+        model_fingerprint=model_fingerprint,
+        numerics=numerics,
+    )
+
+
+def _block(parts: Parts, index: int) -> Block:
+    spec, names = parts.model, parts.names
+    mixer_spec, ffn_spec = spec.layers[index], spec.ffns[index]
+    prefix = names.layer.format(index)
+    norms = names.norms
+    if names.linear_norms is not None and not isinstance(mixer_spec, GqaSpec | MlaSpec):
+        norms = names.linear_norms
+    mixer, ffn = build_mixer(parts, mixer_spec, prefix), build_ffn(parts, ffn_spec, prefix)
+    return Block(
+        mixer=mixer,
+        mixer_residual=None
+        if mixer is None
+        else _mixer_residual(parts, spec.mixer_residuals[index], norms, prefix),
+        ffn=ffn,
+        ffn_residual=None
+        if ffn is None
+        else _ffn_residual(parts, spec.ffn_residuals[index], norms, prefix),
+    )
+
+
+def _mixer_residual(parts: Parts, spec: ResidualSpec, names: NormNames, prefix: str) -> Residual:
+    return _residual(parts, spec, prefix + names.mixer_pre, prefix + names.mixer_post)
+
+
+def _ffn_residual(parts: Parts, spec: ResidualSpec, names: NormNames, prefix: str) -> Residual:
+    return _residual(parts, spec, prefix + names.ffn_pre, prefix + names.ffn_post)
+
+
+def _residual(parts: Parts, spec: ResidualSpec, pre: str, post: str) -> Residual:
+    return Residual(
+        spec=spec,
+        pre_norm=parts.hidden_norm(pre) if spec.has_pre_norm else None,
+        post_norm=parts.hidden_norm(post) if spec.has_post_norm else None,
+    )
