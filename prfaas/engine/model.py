@@ -140,7 +140,7 @@ class Model:
 
     def kv_capacity_bytes(self, num_tokens: int) -> int:
         """Return the bytes of the working copy of a sequence of up to `num_tokens`."""
-        return capacity_bytes(self.config.layers, num_tokens)
+        return capacity_bytes(self.config.layers, num_tokens, self._replay_dims())
 
     @torch.no_grad()
     def forward(
