@@ -11,31 +11,55 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+BLOCK_VALUES = 1 << 17
+"""Values computed at once: they stay in cache."""
+
 
 class CausalConv:
-    """y_t = bias + sum over i of weight_i * u_(t - W + 1 + i), by channel."""
+    """y_t = bias + sum over i of weight_i * u_(t - W + 1 + i), by channel; then silu, if it has."""
 
-    def __init__(self, weight_WC: Tensor, bias_C: Tensor | None = None) -> None:
+    def __init__(
+        self, weight_WC: Tensor, bias_C: Tensor | None = None, *, has_silu: bool = False
+    ) -> None:
         self._weight_WC = weight_WC.float().contiguous()
         self._bias_C = None if bias_C is None else bias_C.float().contiguous()
         self._num_kept = len(weight_WC) - 1
+        self._block_rows = max(self._num_kept, BLOCK_VALUES // weight_WC.shape[1])
+        self._has_silu = has_silu
 
     def scan(
         self, rows_TC: Tensor, state_WC: Tensor, stops: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the output [T, C], contiguous, and the state after each of `stops` rows."""
-        all_TC = torch.cat([state_WC, rows_TC])
-        windows = [all_TC[i : i + len(rows_TC)] for i in range(self._num_kept + 1)]
-        return self._weigh(windows), [all_TC[n : n + self._num_kept].clone() for n in stops]
+        out_TC = rows_TC.new_empty(rows_TC.shape)
+        size = self._block_rows
+        first_TC = torch.cat([state_WC, rows_TC[:size]])
+        for start in range(0, len(rows_TC), size):
+            block_TC = out_TC[start : start + size]
+            seen_TC = rows_TC[start - self._num_kept : start + size] if start else first_TC
+            windows = [seen_TC[i : i + len(block_TC)] for i in range(self._num_kept + 1)]
+            self._weigh(windows, block_TC)
+        return out_TC, [self._state_after(n, rows_TC, first_TC) for n in stops]
 
     def step(self, rows_SC: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Return the output [S, C] of one row of each of S sequences, and their states after it."""
         windows_SWC = torch.cat([torch.stack(list(states)), rows_SC[:, None]], dim=1)
-        out_SC = self._weigh(windows_SWC.unbind(1))
+        out_SC = rows_SC.new_empty(rows_SC.shape)
+        self._weigh(windows_SWC.unbind(1), out_SC)
         return out_SC, [window_WC[1:].clone() for window_WC in windows_SWC]
 
-    def _weigh(self, shifted: Sequence[Tensor]) -> Tensor:
-        out_TC = shifted[0] * self._weight_WC[0]
-        for row_TC, weight_C in zip(shifted[1:], self._weight_WC[1:], strict=True):
+    def _weigh(self, windows: Sequence[Tensor], out_TC: Tensor) -> None:
+        torch.mul(windows[0], self._weight_WC[0], out=out_TC)
+        for row_TC, weight_C in zip(windows[1:], self._weight_WC[1:], strict=True):
             out_TC.addcmul_(row_TC, weight_C)
-        return out_TC if self._bias_C is None else out_TC.add_(self._bias_C)
+        if self._bias_C is not None:
+            out_TC.add_(self._bias_C)
+        if self._has_silu:
+            out_TC.div_(torch.neg(out_TC).exp_().add_(1.0))  # see silu in mlp.py
+
+    def _state_after(self, num_rows: int, rows_TC: Tensor, first_TC: Tensor) -> Tensor:
+        if num_rows < self._num_kept:
+            return first_TC[num_rows : num_rows + self._num_kept].clone()
+        return rows_TC[num_rows - self._num_kept : num_rows].clone(
+            memory_format=torch.contiguous_format
+        )

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from prfaas.engine.layers.conv import CausalConv
 from prfaas.engine.layers.delta_scores import channel_scores, head_scores, inverse_unit_lower
-from prfaas.engine.layers.mlp import silu
 from prfaas.engine.states import CHUNK_TOKENS, State
 
 SLAB_TOKENS = 4 * CHUNK_TOKENS
@@ -84,8 +83,8 @@ class DeltaRecurrence:
             slab_TR = rows_TR[start : start + SLAB_TOKENS]
             inside = [at - start for at in stops if start < at <= start + len(slab_TR)]
             u_TC, beta_TH, g_TG = torch.split(slab_TR, self._widths, dim=1)
-            convolved_TC, kept = self._conv.scan(u_TC, state[0], [*inside, len(slab_TR)])
-            rows = self._rows(convolved_TC, beta_TH, g_TG)
+            qkv_TC, kept = self._conv.scan(u_TC, state[0], [*inside, len(slab_TR)])
+            rows = self._rows(qkv_TC, beta_TH, g_TG)
             out_THV, folded = fold_chunks(rows, state[1])
             out_TX[start : start + len(slab_TR)] = out_THV.flatten(1)
             # Of a padded chunk, the state after its last row is that at its end.
@@ -97,14 +96,13 @@ class DeltaRecurrence:
     def step(self, rows_SR: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
         """Return [S, X]: one row of each of S sequences, and their states."""
         u_SC, beta_SH, g_SG = torch.split(rows_SR, self._widths, dim=1)
-        convolved_SC, kept = self._conv.step(u_SC, [conv for conv, _ in states])
-        rows = self._rows(convolved_SC, beta_SH, g_SG)
+        qkv_SC, kept = self._conv.step(u_SC, [conv for conv, _ in states])
+        rows = self._rows(qkv_SC, beta_SH, g_SG)
         folded = [fold_one(rows, i, state_HKV) for i, (_, state_HKV) in enumerate(states)]
         out_SX = torch.stack([out_HV for out_HV, _ in folded]).flatten(1)
         return out_SX, [(conv, after) for conv, (_, after) in zip(kept, folded, strict=True)]
 
-    def _rows(self, convolved_TC: Tensor, beta_TH: Tensor, g_TG: Tensor) -> "DeltaRows":
-        qkv_TC = silu(convolved_TC)
+    def _rows(self, qkv_TC: Tensor, beta_TH: Tensor, g_TG: Tensor) -> "DeltaRows":
         num_heads, key_dim = self._qk_shape
         qk_THK = qkv_TC[:, : num_heads * key_dim].view(-1, num_heads, key_dim)
         norm_TH1 = torch.linalg.vector_norm(qk_THK, dim=2, keepdim=True)

@@ -39,7 +39,7 @@ class GdnMixer:
         self.norm = norm
         self.out_proj = out_proj
         self.core = DeltaRecurrence(
-            CausalConv(conv_weight_WC),
+            CausalConv(conv_weight_WC, has_silu=True),
             num_key_heads=spec.num_key_heads,
             num_value_heads=spec.num_value_heads,
             key_dim=spec.key_dim,

@@ -46,7 +46,7 @@ class KdaMixer:
         self.norm = norm
         self.out_proj = out_proj
         self.core = DeltaRecurrence(
-            CausalConv(conv_weight_WC),
+            CausalConv(conv_weight_WC, has_silu=True),
             num_key_heads=spec.num_heads,
             num_value_heads=spec.num_heads,
             key_dim=spec.head_dim,

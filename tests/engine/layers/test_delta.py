@@ -180,7 +180,7 @@ def make_core(is_by_channel: bool) -> DeltaRecurrence:
     channels = 2 * 2 * 16 + 2 * 24
     weight = torch.randn(4, channels, generator=torch.Generator().manual_seed(5))
     return DeltaRecurrence(
-        CausalConv(weight),
+        CausalConv(weight, has_silu=True),
         num_key_heads=2,
         num_value_heads=2,
         key_dim=16,
