@@ -14,8 +14,12 @@ any neighbours and on imported keys. Three rules make it so:
 
 Every product has at least 4 rows: below that the library takes another kernel.
 
-Shapes: T query tokens, G query heads of one KV head, H KV heads, R = T * G rows, C keys, K head dim,
-S sequences, N key blocks.
+A sink is a score without a value: it takes its share of a row's softmax and adds nothing. The share
+left to the keys is found from the largest score and the largest weight, which no order of blocks
+changes, and multiplies the row's result.
+
+Shapes: T query tokens, G query heads of one KV head, H KV heads, R = T * G rows, C keys, K key dim,
+V value dim, S sequences, N key blocks.
 """
 
 from collections.abc import Sequence
@@ -28,6 +32,8 @@ from torch import Tensor
 KEY_BLOCK = 128
 TILE_TOKENS = 64
 """Query tokens computed at once: the scores of a tile against 8,192 keys are 8 MiB with 4 heads."""
+TILE_ROWS = 1024
+"""With many heads a tile has fewer tokens: its scores against 8,192 keys are at most 32 MiB."""
 TILE_ROW_MULTIPLE = 8
 STEP_ROW_MULTIPLE = 4
 
@@ -43,6 +49,7 @@ class KeySpan:
     keys: Tensor
     """[H, C, K]"""
     values: Tensor
+    """[H, C, V]; may be columns of the keys."""
     first_key: int
 
     def blocks(self, first_query: int, end: int, window_tokens: int | None) -> "KeySpan":
@@ -64,9 +71,10 @@ def attend(
     first_position: int,
     scale: float,
     window_tokens: int | None,
-    out_THGK: Tensor,
+    out_THGV: Tensor,
+    sinks_HG: Tensor | None = None,
 ) -> None:
-    """Write softmax(scale * q k) v of consecutive query positions to `out_THGK`.
+    """Write softmax(scale * q k) v of consecutive query positions to `out_THGV`.
 
     Args:
         q_THGK: queries of positions first_position + 0, 1, ...
@@ -74,22 +82,30 @@ def attend(
         first_position: position of the first query.
         scale: multiplies q.k.
         window_tokens: how many keys a query sees, itself included; None: all before it.
-        out_THGK: where the results go.
+        out_THGV: where the results go.
+        sinks_HG: scores that join the softmax without a value.
     """
-    for start in range(0, len(q_THGK), TILE_TOKENS):
-        tile = slice(start, start + TILE_TOKENS)
+    num_heads, num_groups = q_THGK.shape[1:3]
+    tile_tokens = min(TILE_TOKENS, max(TILE_ROW_MULTIPLE, TILE_ROWS // (num_heads * num_groups)))
+    for start in range(0, len(q_THGK), tile_tokens):
+        tile = slice(start, start + tile_tokens)
         q = q_THGK[tile]
         position = first_position + start
         seen = span.blocks(position, position + len(q), window_tokens)
-        out_HRK = _attend_tile(q, seen, position - seen.first_key, scale, window_tokens)
-        num_heads, _, head_dim = out_HRK.shape
-        out_THGK[tile] = out_HRK.view(num_heads, len(q), -1, head_dim).transpose(0, 1)
+        out_HRV = _attend_tile(q, seen, position - seen.first_key, scale, window_tokens, sinks_HG)
+        out_HTGV = out_HRV.view(num_heads, len(q), num_groups, -1)
+        out_THGV[tile] = out_HTGV.transpose(0, 1)
 
 
 def _attend_tile(
-    q_THGK: Tensor, seen: KeySpan, offset: int, scale: float, window_tokens: int | None
+    q_THGK: Tensor,
+    seen: KeySpan,
+    offset: int,
+    scale: float,
+    window_tokens: int | None,
+    sinks_HG: Tensor | None,
 ) -> Tensor:
-    """Return [H, R, K]; the first query lies `offset` tokens after the first key."""
+    """Return [H, R, V]; the first query lies `offset` tokens after the first key."""
     num_tokens, num_heads, _, head_dim = q_THGK.shape
     q_HRK = q_THGK.transpose(0, 1).reshape(num_heads, -1, head_dim)
     num_rows, num_keys = q_HRK.shape[1], seen.keys.shape[1]
@@ -102,11 +118,25 @@ def _attend_tile(
         if (unseen := _unseen(num_tokens, offset - start, window_tokens)) is not None:
             scores_HTGC[..., start : start + KEY_BLOCK].masked_fill_(unseen, float("-inf"))
     weights_HRC = torch.softmax(scores_HRC, dim=-1)
-    out_HRK = torch.bmm(weights_HRC[..., :KEY_BLOCK], seen.values[:, :KEY_BLOCK])
+    out_HRV = torch.bmm(weights_HRC[..., :KEY_BLOCK], seen.values[:, :KEY_BLOCK])
     for start in range(KEY_BLOCK, num_keys, KEY_BLOCK):
         block = slice(start, start + KEY_BLOCK)
-        out_HRK.baddbmm_(weights_HRC[..., block], seen.values[:, block])
-    return out_HRK[:, :num_rows]
+        out_HRV.baddbmm_(weights_HRC[..., block], seen.values[:, block])
+    out_HRV = out_HRV[:, :num_rows]
+    if sinks_HG is not None:
+        sinks_HR = sinks_HG.repeat(1, num_tokens)
+        out_HRV *= _keys_share(scores_HRC[:, :num_rows], weights_HRC[:, :num_rows], sinks_HR)
+    return out_HRV
+
+
+def _keys_share(scores_HRC: Tensor, weights_HRC: Tensor, sinks_HR: Tensor) -> Tensor:
+    """Return what a sink leaves of each row's weights, [H, R, 1].
+
+    A row's largest weight w is 1 / sum(exp(score - m)), m its largest score, so the share of the
+    keys, sum / (sum + exp(sink - m)), is 1 / (1 + w exp(sink - m)).
+    """
+    excess_HR = (sinks_HR - scores_HRC.amax(dim=-1)).exp_()
+    return excess_HR.mul_(weights_HRC.amax(dim=-1)).add_(1.0).reciprocal_().unsqueeze(-1)
 
 
 @lru_cache(maxsize=512)
@@ -132,31 +162,39 @@ def attend_steps(
     *,
     scale: float,
     window_tokens: int | None,
+    sinks_HG: Tensor | None = None,
 ) -> Tensor:
-    """Return [S, H, G, K]: one query each of several sequences, with the bits of `attend`.
+    """Return [S, H, G, V]: one query each of several sequences, with the bits of `attend`.
 
     Fewer and smaller calls than a tile for each: a row is masked while its scores are made, the
     products of all blocks are one call, and all sequences are summed in one.
     """
     num_sequences, num_heads, num_groups, head_dim = q_SHGK.shape
+    value_dim = spans[0].values.shape[2]
     num_rows = -(-num_groups // STEP_ROW_MULTIPLE) * STEP_ROW_MULTIPLE
     q_SHRK = q_SHGK.new_zeros(num_sequences, num_heads, num_rows, head_dim)
     q_SHRK[:, :, :num_groups] = q_SHGK
-    products_NRK: list[Tensor] = []
+    products_NRV: list[Tensor] = []
+    shares_HG1: list[Tensor] = []
     counts: list[int] = []
     for q_HRK, span, position in zip(q_SHRK, spans, positions, strict=True):
         seen = span.blocks(position, position + 1, window_tokens)
         num_keys = seen.keys.shape[1]
         mask_C = _row_mask(position, seen.first_key, num_keys, window_tokens)
-        weights_HRC = torch.softmax(_step_scores(q_HRK, seen.keys, mask_C, scale), dim=-1)
-        for weights_RC, v_CK in zip(weights_HRC, seen.values, strict=True):
+        scores_HRC = _step_scores(q_HRK, seen.keys, mask_C, scale)
+        weights_HRC = torch.softmax(scores_HRC, dim=-1)
+        if sinks_HG is not None:
+            groups = slice(num_groups)
+            shares_HG1.append(_keys_share(scores_HRC[:, groups], weights_HRC[:, groups], sinks_HG))
+        for weights_RC, v_CV in zip(weights_HRC, seen.values, strict=True):
             weights_NRC = weights_RC.view(num_rows, -1, KEY_BLOCK).transpose(0, 1)
-            products_NRK.append(torch.bmm(weights_NRC, v_CK.view(-1, KEY_BLOCK, head_dim)))
+            products_NRV.append(torch.bmm(weights_NRC, v_CV.view(-1, KEY_BLOCK, value_dim)))
         counts.append(num_keys // KEY_BLOCK)
-    sums = q_SHGK.new_zeros(num_sequences * num_heads, num_rows * head_dim)
+    sums = q_SHGK.new_zeros(num_sequences * num_heads, num_rows * value_dim)
     # index_add_ adds rows in order: block by block, as a tile does.
-    sums.index_add_(0, _owners(tuple(counts), num_heads), torch.cat(products_NRK).flatten(1))
-    return sums.view(num_sequences, num_heads, num_rows, head_dim)[:, :, :num_groups]
+    sums.index_add_(0, _owners(tuple(counts), num_heads), torch.cat(products_NRV).flatten(1))
+    out_SHGV = sums.view(num_sequences, num_heads, num_rows, value_dim)[:, :, :num_groups]
+    return out_SHGV if sinks_HG is None else out_SHGV * torch.stack(shares_HG1)
 
 
 def _step_scores(q_HRK: Tensor, k_HCK: Tensor, mask_C: Tensor, scale: float) -> Tensor:

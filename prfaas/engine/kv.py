@@ -60,14 +60,14 @@ class LayerKv:
     def _empty(self, capacity_tokens: int) -> tuple[Tensor, ...]:
         return tuple(
             torch.empty(num_heads, capacity_tokens, width)
-            for num_heads, width in _buffer_shapes(self.spec)
+            for num_heads, width in buffer_shapes(self.spec)
         )
 
     def _hold(self, buffers: tuple[Tensor, ...], base_tokens: int) -> None:
         self.buffers = buffers
         self.base_tokens = base_tokens
         self._arrays: tuple[Array, ...] = tuple(buffer.numpy() for buffer in buffers)
-        self._span = _span(self.spec, buffers, base_tokens)
+        self._span = span_of(self.spec, buffers, base_tokens)
 
     @property
     def capacity_tokens(self) -> int:
@@ -132,7 +132,7 @@ class LayerKv:
             raise ValueError(f"a page of {data.nbytes} bytes; {num_tokens} tokens take {expected}")
         values = np.frombuffer(data, dtype=np.float32)
         parts, start = [], 0
-        for num_heads, width in _buffer_shapes(self.spec):
+        for num_heads, width in buffer_shapes(self.spec):
             stop = start + num_heads * num_tokens * width
             parts.append(values[start:stop].reshape(num_heads, num_tokens, width))
             start = stop
@@ -213,14 +213,15 @@ class LayerKv:
         self._hold(buffers, base)
 
 
-def _buffer_shapes(spec: AttentionSpec) -> tuple[tuple[int, int], ...]:
-    """Return (heads, width) of each buffer."""
+def buffer_shapes(spec: AttentionSpec) -> tuple[tuple[int, int], ...]:
+    """Return (heads, width) of each of a layer's buffers."""
     if isinstance(spec, MlaSpec):
         return ((1, spec.latent_dim + spec.rope_dim),)
     return ((spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.value_dim))
 
 
-def _span(spec: AttentionSpec, buffers: Sequence[Tensor], base_tokens: int) -> KeySpan:
+def span_of(spec: AttentionSpec, buffers: Sequence[Tensor], base_tokens: int) -> KeySpan:
+    """Return the keys and values in a layer's buffers; views."""
     if isinstance(spec, MlaSpec):
         (latent_1CK,) = buffers
         return KeySpan(latent_1CK, latent_1CK[..., : spec.latent_dim], base_tokens)

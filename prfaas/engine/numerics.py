@@ -17,10 +17,12 @@ from torch import Tensor
 from prfaas.engine.attention import KEY_BLOCK, KeySpan, attend, attend_steps
 from prfaas.engine.batch import Batch, Segment
 from prfaas.engine.chunk_grid import CHUNK_TOKENS
+from prfaas.engine.kv import AttentionSpec, attention_of, buffer_shapes, span_of
 from prfaas.engine.layers.gqa import GqaMixer
+from prfaas.engine.layers.mla import MlaMixer
 from prfaas.engine.layers.parallel import ParallelMixer
 from prfaas.engine.linear import Packing, is_available, padded_rows
-from prfaas.engine.mixer_spec import GqaSpec, LightningSpec, MixerSpec, ParallelSpec
+from prfaas.engine.mixer_spec import GqaSpec, LightningSpec, MixerSpec
 from prfaas.engine.model import Mixer, Model
 from prfaas.log import get_logger
 
@@ -62,11 +64,11 @@ def numerics_fingerprint(model: Model) -> str:
     Raises:
         InexactKernelsError: some result depends on how the work was cut.
     """
-    attentions = [attention for mixer in mixers(model) if (attention := attention_of(mixer))]
+    attentions = [attention for mixer in mixers(model) if (attention := attention_in(mixer))]
     if not all(steps_equal_tiles(spec) for spec in {mixer.spec: None for mixer in attentions}):
         get_logger().warning("attention.steps_inexact")
         for attention in attentions:
-            attention.has_exact_steps = False
+            attention.attend.has_exact_steps = False
     return " ".join(
         (
             f"cpu-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}",
@@ -102,11 +104,11 @@ def mixers(model: Model) -> list[Mixer]:
     return [layer.mixer for layer in model.layers if layer.mixer is not None]
 
 
-def attention_of(mixer: Mixer) -> GqaMixer | None:
-    """Return the grouped-query attention in a mixer, if there is one."""
+def attention_in(mixer: Mixer) -> GqaMixer | MlaMixer | None:
+    """Return the softmax attention in a mixer, if there is one."""
     if isinstance(mixer, ParallelMixer):
         return mixer.attention
-    return mixer if isinstance(mixer, GqaMixer) else None
+    return mixer if isinstance(mixer, GqaMixer | MlaMixer) else None
 
 
 @torch.no_grad()
@@ -125,9 +127,7 @@ def self_test(model: Model) -> str:
         x_TD = torch.randn(NUM_TEST_TOKENS, model.config.hidden_size, generator=generator)
         for rows_TD in _test_layer(model, index, x_TD):
             digest.update(rows_TD.numpy().data)
-        spec = model.config.layers[index]
-        attention = spec.attention if isinstance(spec, ParallelSpec) else spec
-        if isinstance(attention, GqaSpec):
+        if (attention := attention_of(model.config.layers[index])) is not None:
             digest.update(_LongAttention(attention, generator).test().numpy().data)
     x_TD = torch.randn(sum(HEAD_ROWS), model.config.hidden_size, generator=generator)
     whole_TV = _run_head(model, x_TD)
@@ -207,16 +207,20 @@ def _run_head(model: Model, x_TD: Tensor) -> Tensor:
 class _LongAttention:
     """The last rows of a longer sequence than a layer's test has."""
 
-    def __init__(self, spec: GqaSpec, generator: torch.Generator) -> None:
+    def __init__(self, spec: AttentionSpec, generator: torch.Generator) -> None:
         self._spec = spec
-        num_groups = spec.num_heads // spec.num_kv_heads
         padded = -(-NUM_TEST_KEYS // KEY_BLOCK) * KEY_BLOCK
-        self._q_THGK = torch.randn(
-            NUM_TEST_ROWS, spec.num_kv_heads, num_groups, spec.head_dim, generator=generator
-        )
-        self._kv_2HCK = torch.randn(
-            2, spec.num_kv_heads, padded, spec.head_dim, generator=generator
-        )
+        buffers = [
+            torch.randn(num_heads, padded, width, generator=generator)
+            for num_heads, width in buffer_shapes(spec)
+        ]
+        self._held = span_of(spec, buffers, 0)
+        num_heads, _, key_dim = self._held.keys.shape
+        by_group = (num_heads, spec.num_heads // num_heads)
+        self._q_THGK = torch.randn(NUM_TEST_ROWS, *by_group, key_dim, generator=generator)
+        self._sinks_HG = None
+        if isinstance(spec, GqaSpec) and spec.has_sinks:
+            self._sinks_HG = torch.randn(by_group, generator=generator)
         self._start = NUM_TEST_KEYS - NUM_TEST_ROWS
 
     def test(self) -> Tensor:
@@ -230,34 +234,33 @@ class _LongAttention:
 
     def tile(self, start: int, stop: int, first_key: int = 0) -> Tensor:
         """Return rows start, ..., stop - 1 as a tile computes them."""
-        out_THGK = torch.empty_like(self._q_THGK[start:stop])
+        q_THGK = self._q_THGK[start:stop]
+        out_THGV = q_THGK.new_empty(*q_THGK.shape[:3], self._held.values.shape[2])
         attend(
-            self._q_THGK[start:stop],
-            self._span(first_key),
+            q_THGK,
+            KeySpan(self._held.keys[:, first_key:], self._held.values[:, first_key:], first_key),
             first_position=self._start + start,
             scale=self._spec.scale,
             window_tokens=self._spec.window_tokens,
-            out_THGK=out_THGK,
+            out_THGV=out_THGV,
+            sinks_HG=self._sinks_HG,
         )
-        return out_THGK
+        return out_THGV
 
     def steps(self) -> Tensor:
         """Return all rows as steps compute them."""
         return attend_steps(
             self._q_THGK,
-            [self._span(0)] * NUM_TEST_ROWS,
+            [self._held] * NUM_TEST_ROWS,
             range(self._start, NUM_TEST_KEYS),
             scale=self._spec.scale,
             window_tokens=self._spec.window_tokens,
+            sinks_HG=self._sinks_HG,
         )
-
-    def _span(self, first_key: int) -> KeySpan:
-        k_HCK, v_HCK = self._kv_2HCK[:, :, first_key:]
-        return KeySpan(k_HCK, v_HCK, first_key)
 
 
 @torch.no_grad()
-def steps_equal_tiles(spec: GqaSpec) -> bool:
+def steps_equal_tiles(spec: AttentionSpec) -> bool:
     """Return whether decode steps have a kernel of their own that gives the bits of a tile."""
     attention = _LongAttention(spec, torch.Generator().manual_seed(0))
     return torch.equal(attention.steps(), attention.tile(0, NUM_TEST_ROWS))

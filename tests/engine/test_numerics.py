@@ -93,12 +93,12 @@ def test_steps_that_are_not_exact_are_computed_as_tiles(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = load_model(model_dir, dtype="float32")
-    assert all(mixer.has_exact_steps for mixer in attentions(expected))
+    assert all(mixer.attend.has_exact_steps for mixer in attentions(expected))
     monkeypatch.setattr(
         "prfaas.engine.numerics.attend_steps", lambda *a, **k: spoil(attend_steps(*a, **k))
     )
     model = load_model(model_dir, dtype="float32")
-    assert not any(mixer.has_exact_steps for mixer in attentions(model))
+    assert not any(mixer.attend.has_exact_steps for mixer in attentions(model))
     assert model.numerics_fingerprint == expected.numerics_fingerprint
 
 

@@ -1,24 +1,28 @@
-"""The grouped-query attention mixer: projections, q/k norm, rope, KV, attention.
+"""The grouped-query attention mixer: projections, q/k norm, rope, KV, attention, output gate.
 
-Shapes: T rows of the batch, H query heads then KV heads, K head dim, D model dim.
+Shapes: T rows of the batch, H query heads then KV heads, K key dim, V value dim, D model dim, N all
+that is projected.
 """
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-from prfaas.engine.attention import attend, attend_steps
 from prfaas.engine.batch import Batch
-from prfaas.engine.mixer_spec import GqaSpec
+from prfaas.engine.layers.batch_attention import BatchAttention
+from prfaas.engine.layers.mlp import inverse_sigmoid
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear
+from prfaas.engine.mixer_spec import GqaSpec
 from prfaas.engine.rope import RopeTable, rotate
 
 
 class GqaMixer:
-    """One attention layer; `qk_norm` norms each head of q and k by its own weight row.
+    """One attention layer.
 
-    The rows of qkv_proj for q and k, and the columns of qk_norm, stand in rope.pair_order.
+    The rows of qkv_proj are q, k, v and the output gate if there is one. Those of q and k, and the
+    columns of qk_norm, stand in rope.pair_order.
     """
 
     def __init__(
@@ -28,55 +32,73 @@ class GqaMixer:
         qkv_proj: Linear,
         o_proj: Linear,
         qk_norm: RmsNorm | None,
-        rope: RopeTable,
+        rope: RopeTable | None,
+        sinks_H: Tensor | None = None,
     ) -> None:
+        """Make the layer.
+
+        Args:
+            spec: what the layer computes.
+            qkv_proj: x_TD -> q, k, v, gate.
+            o_proj: of the heads' outputs, [T, H * V].
+            qk_norm: weights [query heads + KV heads, K]; over each head, or, if the spec says
+                all_heads, over all of q and over all of k.
+            rope: turns q and k; None: positions are not encoded.
+            sinks_H: a learnt score of each query head.
+        """
         self.spec = spec
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
         self.qk_norm = qk_norm
         self.rope = rope
-        self.has_exact_steps = True
-        """attend_steps gives the bits of attend on this machine; the self-test may clear it."""
+        by_group = (spec.num_kv_heads, -1)
+        self.attend = BatchAttention(
+            scale=spec.scale,
+            window_tokens=spec.window_tokens,
+            sinks_HG=None if sinks_H is None else sinks_H.float().view(by_group),
+        )
+        self._spans = None
+        if qk_norm is not None and spec.qk_norm_span == "all_heads":
+            heads = torch.split(qk_norm.weight, [spec.num_heads, spec.num_kv_heads])
+            self._spans = tuple(qk_norm.with_weight(part.flatten()) for part in heads)
+        self._num_qk = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        self._num_qkv = self._num_qk + spec.num_kv_heads * spec.value_dim
 
     def __call__(
         self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
     ) -> Tensor:
         """Return the mixer's output rows; calls `on_written` once all K and V are in place."""
         spec = self.spec
-        num_qk_heads = spec.num_heads + spec.num_kv_heads
-        qkv_THK = self.qkv_proj(x_TD).view(len(x_TD), -1, spec.head_dim)
-        qk_THK, v_THK = qkv_THK[:, :num_qk_heads], qkv_THK[:, num_qk_heads:]
-        qk_THK = qk_THK.contiguous() if self.qk_norm is None else self.qk_norm(qk_THK)
-        qk_THK = rotate(qk_THK, batch.rope(self.rope))
-        k_THK, v_array = qk_THK[:, spec.num_heads :].numpy(), v_THK.numpy()
+        qkv_TN = self.qkv_proj(x_TD)
+        qk_THK = self._normed(qkv_TN[:, : self._num_qk])
+        if self.rope is not None:
+            qk_THK = rotate(qk_THK, batch.rope(self.rope))
+        v_THV = qkv_TN[:, self._num_qk : self._num_qkv].view(len(x_TD), -1, spec.value_dim)
+        if spec.value_scale != 1.0:
+            v_THV = v_THV * spec.value_scale
+        k_array, v_array = qk_THK[:, spec.num_heads :].numpy(), v_THV.numpy()
         for rows, segment in batch.parts:
-            kv = segment.kv.kv_of(layer)
-            kv.write(segment.kv.num_tokens, k_THK[rows], v_array[rows])
+            segment.kv.kv_of(layer).write(segment.kv.num_tokens, k_array[rows], v_array[rows])
         on_written()
-        out_TD = x_TD.new_zeros(len(x_TD), spec.num_heads * spec.head_dim)
-        by_group = (len(x_TD), spec.num_kv_heads, -1, spec.head_dim)
-        self._attend(
-            qk_THK[:, : spec.num_heads].view(by_group), batch, layer, out_TD.view(by_group)
+        by_group = (len(x_TD), spec.num_kv_heads, -1)
+        out_TD = x_TD.new_zeros(len(x_TD), spec.num_heads * spec.value_dim)
+        self.attend(
+            qk_THK[:, : spec.num_heads].view(*by_group, spec.head_dim),
+            batch,
+            layer,
+            out_TD.view(*by_group, spec.value_dim),
         )
+        if spec.has_output_gate:
+            out_TD.div_(inverse_sigmoid(qkv_TN[:, self._num_qkv :]))
         return self.o_proj(out_TD)
 
-    def _attend(self, q_THGK: Tensor, batch: Batch, layer: int, out_THGK: Tensor) -> None:
-        spec = self.spec
-        steps = batch.steps if self.has_exact_steps else ()
-        if steps:
-            out_THGK[batch.step_rows] = attend_steps(
-                q_THGK[batch.step_rows],
-                [segment.kv.kv_of(layer).span for segment in steps],
-                [segment.kv.num_tokens for segment in steps],
-                scale=spec.scale,
-                window_tokens=spec.window_tokens,
-            )
-        for rows, segment in batch.chunks if steps else batch.parts:
-            attend(
-                q_THGK[rows],
-                segment.kv.kv_of(layer).span,
-                first_position=segment.kv.num_tokens,
-                scale=spec.scale,
-                window_tokens=spec.window_tokens,
-                out_THGK=out_THGK[rows],
-            )
+    def _normed(self, qk_TN: Tensor) -> Tensor:
+        """Return the heads of q and k, [T, H, K], normed as the spec says."""
+        by_head = (len(qk_TN), -1, self.spec.head_dim)
+        if self._spans is None:
+            qk_THK = qk_TN.view(by_head)
+            return qk_THK if self.qk_norm is None else self.qk_norm(qk_THK)
+        num_q = self.spec.num_heads * self.spec.head_dim
+        q_norm, k_norm = self._spans
+        normed_TN = torch.cat([q_norm(qk_TN[:, :num_q]), k_norm(qk_TN[:, num_q:])], dim=1)
+        return normed_TN.view(by_head)

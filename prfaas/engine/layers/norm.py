@@ -16,6 +16,10 @@ class RmsNorm:
         self._eps = torch.tensor([eps])
         self._inverse_size = 1.0 / weight.shape[-1]
 
+    def with_weight(self, weight: Tensor) -> "RmsNorm":
+        """Return a norm of the same eps that multiplies by `weight`, offset included."""
+        return RmsNorm(weight, float(self._eps), has_unit_offset=False)
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return the normed rows as a new tensor."""
         # vector_norm reads x once; mean(x * x) makes a product first and takes twice as long.

@@ -16,7 +16,6 @@ from prfaas.engine.ffn_spec import MoeSpec
 from prfaas.engine.layers.mlp import GatedMlp, PlainMlp
 from prfaas.engine.layers.moe import MoeMlp
 from prfaas.engine.linear import Linear, Packing, is_available, pack, padded_rows
-from prfaas.engine.model_spec import Activation
 
 PACKINGS: list[Packing] = [
     packing for packing in ("onednn-f32", "padded-f32", "fbgemm-fp16") if is_available(packing)
@@ -130,8 +129,9 @@ class Weights:
         down_proj: Linear = pack(down, packing, down_bias)
         if not self.spec.is_gated:
             return PlainMlp(up_proj, down_proj, "relu2")
-        activation: Activation = "clamped_silu" if self.spec.has_bias else "silu"
-        return GatedMlp(up_proj, down_proj, activation, down.shape[1])
+        if self.spec.has_bias:
+            return GatedMlp(up_proj, down_proj, "clamped_silu", down.shape[1])
+        return GatedMlp(up_proj, down_proj, "silu", down.shape[1])
 
     def reference(self, x_TD: Tensor) -> Tensor:
         """The same in float64: every expert computes every token."""

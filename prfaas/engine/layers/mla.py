@@ -1,0 +1,103 @@
+"""The latent attention mixer, in its absorbed form for prompts and decode alike.
+
+All heads share one key of the latent and a rotated part, and one value, the latent. A head's own
+key and value projections are moved to its query and its output, so a token is kept, and seen, as
+one vector of latent_dim + rope_dim whatever the number of heads. One form for prompt and decode
+makes their bits equal.
+
+Shapes: T rows of the batch, H heads, N and P dims of a query that do not turn and that do, R latent
+dim (its rank), K = R + P, V value dim, D model dim.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from prfaas.engine.batch import Batch
+from prfaas.engine.layers.batch_attention import BatchAttention
+from prfaas.engine.layers.mlp import inverse_sigmoid
+from prfaas.engine.layers.norm import RmsNorm
+from prfaas.engine.linear import Linear
+from prfaas.engine.mixer_spec import MlaSpec
+from prfaas.engine.rope import RopeTable, rotate
+
+ROW_MULTIPLE = 8
+"""A head's product has at least 4 rows; below that the library takes another kernel."""
+
+
+class MlaMixer:
+    """One latent attention layer.
+
+    Of q_proj's and kv_a_proj's rows those of the rotated part stand in rope.pair_order.
+    """
+
+    def __init__(
+        self,
+        spec: MlaSpec,
+        *,
+        q_proj: Callable[[Tensor], Tensor],
+        kv_a_proj: Linear,
+        kv_norm: RmsNorm,
+        k_up_HNR: Tensor,
+        v_up_HRV: Tensor,
+        o_proj: Linear,
+        gate_proj: Linear | None,
+        rope: RopeTable | None,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            spec: what the layer computes.
+            q_proj: x_TD -> each head's query, [T, H * (N + P)].
+            kv_a_proj: x_TD -> the latent before its norm and the rotated key, [T, R + P].
+            kv_norm: of the latent.
+            k_up_HNR: the key part of kv_b_proj by head.
+            v_up_HRV: the value part, transposed.
+            o_proj: of the heads' outputs, [T, H * V].
+            gate_proj: x_TD -> [T, H], whose sigmoid multiplies each head's output.
+            rope: turns P dimensions; None: they take part as they are.
+        """
+        self.spec = spec
+        self.q_proj = q_proj
+        self.kv_a_proj = kv_a_proj
+        self.kv_norm = kv_norm
+        self.o_proj = o_proj
+        self.gate_proj = gate_proj
+        self.rope = rope
+        self.attend = BatchAttention(scale=spec.scale, window_tokens=None)
+        self._k_up_HNR = k_up_HNR.float().contiguous()
+        self._v_up_HRV = v_up_HRV.float().contiguous()
+
+    def __call__(
+        self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
+    ) -> Tensor:
+        """Return the mixer's output rows; calls `on_written` once all latents are in place."""
+        spec, num_rows = self.spec, len(x_TD)
+        q_TH = self.q_proj(x_TD).view(num_rows, spec.num_heads, -1)
+        kv_TK = self.kv_a_proj(x_TD)
+        q_THP, k_T1P = q_TH[..., spec.nope_dim :], kv_TK[:, None, spec.latent_dim :]
+        if self.rope is not None:
+            turns = batch.rope(self.rope)
+            q_THP, k_T1P = rotate(q_THP, turns), rotate(k_T1P, turns)
+        latent_TR = self.kv_norm(kv_TK[:, : spec.latent_dim])
+        latents = torch.cat([latent_TR, k_T1P[:, 0]], dim=1)[:, None].numpy()
+        for rows, segment in batch.parts:
+            segment.kv.kv_of(layer).write(segment.kv.num_tokens, latents[rows])
+        on_written()
+        q_THR = _by_head(q_TH[..., : spec.nope_dim], self._k_up_HNR).transpose(0, 1)
+        q_THK = torch.cat([q_THR, q_THP], dim=-1)
+        out_THR = x_TD.new_zeros(num_rows, spec.num_heads, spec.latent_dim)
+        self.attend(q_THK.unsqueeze(1), batch, layer, out_THR.unsqueeze(1))
+        out_THV = _by_head(out_THR, self._v_up_HRV).transpose(0, 1).contiguous()
+        if self.gate_proj is not None:
+            out_THV.div_(inverse_sigmoid(self.gate_proj(x_TD)).unsqueeze(-1))
+        return self.o_proj(out_THV.flatten(1))
+
+
+def _by_head(x_THN: Tensor, weight_HNM: Tensor) -> Tensor:
+    """Return each head's product with its own matrix, [H, T, M]; a row's bits are its own."""
+    num_rows = len(x_THN)
+    if padding := -num_rows % ROW_MULTIPLE:
+        x_THN = torch.cat([x_THN, x_THN[:1].expand(padding, -1, -1)])
+    return torch.bmm(x_THN.transpose(0, 1), weight_HNM)[:, :num_rows]
