@@ -21,7 +21,7 @@ from prfaas.engine.layers.conv import CausalConv
 from prfaas.engine.layers.delta_scores import channel_scores, head_scores, inverse_unit_lower
 from prfaas.engine.states import CHUNK_TOKENS, State
 
-SLAB_TOKENS = 4 * CHUNK_TOKENS
+SLAB_TOKENS = 2 * CHUNK_TOKENS
 """Tokens whose chunks are prepared at once: what is made of them stays in cache."""
 _NORM_EPS = torch.tensor([1e-6])
 
@@ -85,8 +85,8 @@ class DeltaRecurrence:
             u_TC, beta_TH, g_TG = torch.split(slab_TR, self._widths, dim=1)
             qkv_TC, kept = self._conv.scan(u_TC, state[0], [*inside, len(slab_TR)])
             rows = self._rows(qkv_TC, beta_TH, g_TG)
-            out_THV, folded = fold_chunks(rows, state[1])
-            out_TX[start : start + len(slab_TR)] = out_THV.flatten(1)
+            out_THV = out_TX[start : start + len(slab_TR)].view(-1, *self._v_shape)
+            folded = fold_chunks(rows, state[1], out_THV)
             # Of a padded chunk, the state after its last row is that at its end.
             after = [folded[(at - 1) // CHUNK_TOKENS] for at in inside]
             states += zip(kept[:-1], after, strict=True)
@@ -139,15 +139,14 @@ def fold_in_order(rows: DeltaRows, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outs_HV), state_HKV
 
 
-def fold_chunks(rows: DeltaRows, state_HKV: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return [T, H, V] and the state after each chunk, the last one padded to its end.
+def fold_chunks(rows: DeltaRows, state_HKV: Tensor, out_THV: Tensor) -> list[Tensor]:
+    """Write the outputs to `out_THV`; return the state after each chunk, the last one padded.
 
     Within a chunk that starts from S0, with G_i the decay from its start through token i and A the
     decayed products beta_i k_i . k_j below the diagonal, all its d come at once from
 
         (I + A) d = beta (v - (G k) S0)
     """
-    num_tokens, num_heads, value_dim = rows.v.shape
     q_NhCK, k_NhCK, g_NHCG = _chunks(rows.q), _chunks(rows.k), _chunks(rows.g)
     v_NHCV, beta_NHC1 = _chunks(rows.v), _chunks(rows.beta[:, :, None])
     scores = (head_scores if g_NHCG.shape[3] == 1 else channel_scores)(q_NhCK, k_NhCK, g_NHCG)
@@ -158,17 +157,18 @@ def fold_chunks(rows: DeltaRows, state_HKV: Tensor) -> tuple[Tensor, list[Tensor
     later_k_NHCK = torch.empty_like(both_NHDK[:, :, CHUNK_TOKENS:])
     later_k_NHKC = _times_heads(k_NhCK, scores.to_end, later_k_NHCK).transpose(2, 3)
     decay_NHG1 = scores.from_start[:, :, -1, :, None]
-    out_NCHV = v_NHCV.new_empty(len(v_NHCV), CHUNK_TOKENS, num_heads, value_dim)
     states: list[Tensor] = []
     for chunk, v_HCV in enumerate(v_NHCV):
+        out_CHV = out_THV[chunk * CHUNK_TOKENS : (chunk + 1) * CHUNK_TOKENS]
         seen_HDV = torch.bmm(both_NHDK[chunk], state_HKV)
         wanted_HCV = (v_HCV - seen_HDV[:, :CHUNK_TOKENS]).mul_(beta_NHC1[chunk])
         d_HCV = torch.bmm(inverse_NHCC[chunk], wanted_HCV)
         out_HCV = torch.bmm(scores.queries[chunk], d_HCV)
-        out_NCHV[chunk] = out_HCV.add_(seen_HDV[:, CHUNK_TOKENS:]).transpose(0, 1)
+        out_HCV += seen_HDV[:, CHUNK_TOKENS:]
+        out_CHV.copy_(out_HCV.transpose(0, 1)[: len(out_CHV)])
         state_HKV = (state_HKV * decay_NHG1[chunk]).baddbmm_(later_k_NHKC[chunk], d_HCV)
         states.append(state_HKV)
-    return out_NCHV.flatten(0, 1)[:num_tokens], states
+    return states
 
 
 def _chunks(x_THK: Tensor) -> Tensor:

@@ -33,14 +33,15 @@ def head_scores(q_NhCK: Tensor, k_NhCK: Tensor, g_NHC1: Tensor) -> Scores:
     # In float64 a difference of two sums is as good as a sum of its own.
     sum_NHC1 = g_NHC1.double().cumsum(2)
     between_NHCC = (sum_NHC1 - sum_NHC1.transpose(2, 3)).float()
-    decay_NHCC = between_NHCC.masked_fill_(_later(length), float("-inf")).exp_()
+    # Later tokens would overflow; what they get does not matter, tril_ clears it.
+    decay_NHCC = between_NHCC.clamp_(max=0.0).exp_()
     by_key_head = decay_NHCC.view(num_chunks, k_NhCK.shape[1], -1, length, length)
     k_NhKC = k_NhCK.transpose(2, 3)
     keys = by_key_head * torch.matmul(k_NhCK, k_NhKC).unsqueeze(2)
     queries = by_key_head.mul_(torch.matmul(q_NhCK, k_NhKC).unsqueeze(2))
     return Scores(
         keys=keys.view_as(decay_NHCC).tril_(-1),
-        queries=queries.view_as(decay_NHCC),
+        queries=queries.view_as(decay_NHCC).tril_(),
         from_start=sum_NHC1.float().exp_(),
         to_end=(sum_NHC1[:, :, -1:] - sum_NHC1).float().exp_(),
     )
@@ -109,8 +110,3 @@ def _between_halves(matrices: Tensor, half: int) -> Tensor:
     length = matrices.shape[-1]
     blocks = matrices.view(-1, length // (2 * half), 2, half, length // (2 * half), 2, half)
     return blocks[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).movedim(-1, 1)
-
-
-def _later(length: int) -> Tensor:
-    """Return [C, C]: whether token j comes after token i."""
-    return torch.ones(length, length, dtype=torch.bool).triu(1)
