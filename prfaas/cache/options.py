@@ -1,4 +1,4 @@
-"""How much the prefix cache may hold."""
+"""How much the prefix cache may hold, in memory and on disk."""
 
 from dataclasses import dataclass
 
@@ -9,3 +9,28 @@ class CacheOptions:
 
     ram_bytes: int = 2 << 30
     block_tokens: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """What the disk tier may hold, and for how long."""
+
+    quota_bytes: int
+    """Of the whole cache directory, other models' generations included."""
+    ttl_s: float | None = None
+    """A record is a miss and goes at this age at the latest; None keeps it until evicted."""
+    tenant_quota_bytes: int | None = None
+    """Of one tenant's records; None: as much as all."""
+    max_queued_bytes: int = 256 << 20
+    """Pages that wait to be written stay in memory; beyond this they are not stored."""
+
+    @property
+    def segment_bytes(self) -> int:
+        """The size at which a segment is full: what one eviction frees."""
+        quota_bytes = min(self.quota_bytes, self.tenant_quota_bytes or self.quota_bytes)
+        return min(256 << 20, max(1, quota_bytes // 32))
+
+    @property
+    def max_record_bytes(self) -> int:
+        """The longest record that is stored."""
+        return min(self.quota_bytes, self.tenant_quota_bytes or self.quota_bytes) // 4

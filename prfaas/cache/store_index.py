@@ -1,0 +1,201 @@
+"""The index on disk: where the bytes of each record lie. An LMDB file that holds nothing else.
+
+A value carries its own checksum over the key and itself, so that a flipped byte of the index is
+found before it is believed.
+"""
+
+import struct
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import lmdb
+import xxhash
+
+from prfaas.cache.pool import PageKey
+from prfaas.errors import StoreError
+
+TENANT_BYTES = 16
+"""Length of what names a tenant: the head of a salted hash, never the salt."""
+MAX_KEY_BYTES = 128
+
+_GROUP = struct.Struct(">H")
+_VALUE = struct.Struct("<IQIQ16sd")
+_CHECK = struct.Struct("<Q")
+_BATCH = 1000
+_MAP_BYTES = 1 << 36
+"""Address space, not memory: growing the map under a reader would be fatal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Where a record's bytes lie, and what they must be."""
+
+    segment: int
+    offset: int
+    length: int
+    checksum: int
+    """`segments.record_checksum` of the key and the bytes."""
+    tenant: bytes
+    created_s: float
+    """Since the epoch."""
+
+
+def encode_key(key: PageKey) -> bytes:
+    """Return what names a record in the index."""
+    group, block_key = key
+    assert len(block_key) <= MAX_KEY_BYTES, "a block key is a hash"
+    return _GROUP.pack(group) + block_key
+
+
+def decode_key(name: bytes) -> PageKey:
+    """Return the key of a record's name."""
+    return _GROUP.unpack_from(name)[0], name[_GROUP.size :]
+
+
+def pack(name: bytes, record: Record) -> bytes:
+    """Return the value that the index keeps under `name`."""
+    value = _VALUE.pack(
+        record.segment,
+        record.offset,
+        record.length,
+        record.checksum,
+        record.tenant,
+        record.created_s,
+    )
+    return value + _CHECK.pack(xxhash.xxh3_64_intdigest(name + value))
+
+
+def unpack(name: bytes, value: bytes) -> Record | None:
+    """Return the record of a name and its value, or None if a byte of either was changed."""
+    if len(value) != _VALUE.size + _CHECK.size or len(name) <= _GROUP.size:
+        return None
+    body, check = value[: _VALUE.size], value[_VALUE.size :]
+    if _CHECK.unpack(check)[0] != xxhash.xxh3_64_intdigest(name + body):
+        return None
+    segment, offset, length, checksum, tenant, created_s = _VALUE.unpack(body)
+    return Record(
+        segment=segment,
+        offset=offset,
+        length=length,
+        checksum=checksum,
+        tenant=tenant.rstrip(b"\0"),
+        created_s=created_s,
+    )
+
+
+def open_index(path: Path, *, readonly: bool = False) -> lmdb.Environment:
+    """Return the LMDB environment in the one file `path`; raises lmdb.Error.
+
+    Commits are synced, all but their last page flip: a power cut may undo the last one, no more.
+    """
+    return lmdb.open(
+        str(path),
+        map_size=_MAP_BYTES,
+        subdir=False,
+        readonly=readonly,
+        create=not readonly,
+        mode=0o600,
+        metasync=False,
+        writemap=False,  # with it, a full disk kills the process
+        lock=False,  # its file is a written map, with the same end; `Index` guards its readers
+    )
+
+
+def mapped_bytes(environment: lmdb.Environment) -> int:
+    """Return the bytes that the file must have: reading the map beyond its end is fatal."""
+    return int((environment.info()["last_pgno"] + 1) * environment.stat()["psize"])
+
+
+class Index:
+    """The index of one generation. One thread writes at a time; any may read. Raises StoreError.
+
+    LMDB runs without its table of readers: a transaction may reuse the pages that the one before it
+    freed. So a read holds `_reading` from begin to end, and a write passes through it first: then
+    all who read have begun after the last commit, and none of their pages is freed yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reading = threading.Lock()
+        self.is_usable = True
+        """Whether another commit may succeed: not after one that failed half-way, or a cut file."""
+        try:
+            self._environment = open_index(path)
+            self._mapped_bytes = mapped_bytes(self._environment)
+        except lmdb.Error as error:
+            raise StoreError(f"cannot open the index {path}: {error}") from error
+
+    def num_bytes(self) -> int:
+        """Return the size of the file."""
+        try:
+            return self._path.stat().st_size
+        except OSError as error:
+            self.is_usable = False
+            raise StoreError(f"the index {self._path} is gone: {error.strerror}") from error
+
+    def get(self, key: PageKey) -> Record | None:
+        """Return the record of `key`, or None if there is none or its entry is damaged."""
+        self._check_size()
+        name = encode_key(key)
+        try:
+            with self._reading, self._environment.begin() as transaction:
+                value = transaction.get(name)
+        except lmdb.Error as error:
+            raise StoreError(f"cannot read the index {self._path}: {error}") from error
+        return None if value is None else unpack(name, value)
+
+    def apply(
+        self, *, removals: Iterable[PageKey], additions: Iterable[tuple[PageKey, Record]]
+    ) -> None:
+        """Remove, then add, in one transaction that lasts when this returns, or change nothing."""
+        self._check_size()
+        with self._reading:
+            pass
+        try:
+            with self._environment.begin(write=True) as transaction:
+                for key in removals:
+                    transaction.delete(encode_key(key))
+                for key, record in additions:
+                    name = encode_key(key)
+                    transaction.put(name, pack(name, record))
+            self._mapped_bytes = mapped_bytes(self._environment)
+        except lmdb.PanicError as error:
+            self.is_usable = False
+            raise StoreError(f"the index {self._path} failed: {error}") from error
+        except lmdb.Error as error:
+            raise StoreError(f"cannot write the index {self._path}: {error}") from error
+
+    def records(self) -> Iterator[tuple[PageKey, Record]]:
+        """Yield every whole entry in the order of keys; what changes meanwhile may be missed."""
+        start = b""
+        while batch := self._some_from(start):
+            for name, value in batch:
+                record = unpack(name, value)
+                if record is not None:
+                    yield decode_key(name), record
+            start = batch[-1][0] + b"\0"
+
+    def _some_from(self, start: bytes) -> list[tuple[bytes, bytes]]:
+        self._check_size()
+        try:
+            with (
+                self._reading,
+                self._environment.begin() as transaction,
+                transaction.cursor() as cursor,
+            ):
+                return list(islice(cursor, _BATCH)) if cursor.set_range(start) else []
+        except lmdb.Error as error:
+            raise StoreError(f"cannot read the index {self._path}: {error}") from error
+
+    def _check_size(self) -> None:
+        """Raise StoreError if the file was cut under its map: a read there would be a SIGBUS."""
+        if self.num_bytes() < self._mapped_bytes:
+            self.is_usable = False
+            raise StoreError(f"the index {self._path} was cut to {self.num_bytes()} bytes")
+
+    def close(self) -> None:
+        """Close the file; nobody reads any more."""
+        self._environment.close()

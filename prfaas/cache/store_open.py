@@ -1,0 +1,101 @@
+"""From a cache directory to the records of one identity, whatever state they were left in."""
+
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from prfaas.cache.options import StoreOptions
+from prfaas.cache.segments import SegmentFiles
+from prfaas.cache.store_directory import CacheDirectory, generation_name
+from prfaas.cache.store_records import Records
+from prfaas.cache.store_scan import DamagedIndex, NoRoom, renew_index
+from prfaas.clock import Clock
+from prfaas.errors import ConfigError, StoreError
+from prfaas.log import get_logger
+
+
+def open_records(
+    directory: CacheDirectory, identity: str, options: StoreOptions, *, wall: Clock
+) -> Records:
+    """Return the records of an identity; those that cannot be read are moved aside, and said so.
+
+    Raises:
+        ConfigError: not even an empty generation can be made.
+    """
+    path = directory.make_generation(identity)
+    try:
+        try:
+            return _opened(directory, path, identity, options, wall)
+        except DamagedIndex as error:
+            aside = directory.set_aside(path, wall())
+            get_logger().error("store.set_aside", path=str(aside), reason=str(error))
+            directory.make_generation(identity)
+            return _opened(directory, path, identity, options, wall)
+    except StoreError as error:
+        raise ConfigError(f"cannot use the cache directory {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot use the cache directory {path}: {error.strerror}") from error
+
+
+def _opened(
+    directory: CacheDirectory, path: Path, identity: str, options: StoreOptions, wall: Clock
+) -> Records:
+    while True:
+        try:
+            renew_index(path)
+            break
+        except NoRoom as error:
+            if not _remove_one_segment(path):
+                raise ConfigError(f"no room for the index of {path}: {error}") from error
+    records = Records(
+        path,
+        options,
+        wall=wall,
+        free_others=partial(_free_others, directory, identity, options, wall),
+    )
+    stats = records.stats()
+    get_logger().info(
+        "store.opened",
+        path=str(path),
+        num_records=stats.num_records,
+        live_bytes=stats.live_bytes,
+        other_bytes=stats.other_bytes,
+    )
+    return records
+
+
+def _remove_one_segment(path: Path) -> bool:
+    """Make room on a full disk: delete the segment that was unused longest, if there is one."""
+    files = SegmentFiles(path)
+    try:
+        oldest = min(files.sizes(), key=files.used_s, default=None)
+        if oldest is not None:
+            files.remove(oldest)
+        return oldest is not None
+    finally:
+        files.close()
+
+
+def _free_others(
+    directory: CacheDirectory,
+    identity: str,
+    options: StoreOptions,
+    wall: Clock,
+    over_bytes: int,
+) -> int:
+    """Return what other generations take, after deleting expired and, longest unused first, others.
+
+    It ends when `over_bytes` are gone.
+    """
+    left_bytes = 0
+    for generation in directory.generations():
+        if generation.path.name == generation_name(identity):
+            continue
+        is_expired = options.ttl_s is not None and generation.used_s + options.ttl_s <= wall()
+        if over_bytes > 0 or is_expired:
+            with suppress(OSError):  # what cannot be deleted still counts
+                directory.remove(generation)
+                over_bytes -= generation.num_bytes
+                continue
+        left_bytes += generation.num_bytes
+    return left_bytes

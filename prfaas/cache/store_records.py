@@ -1,0 +1,360 @@
+"""The records of one generation: index, segment files and account, kept in step. No threads.
+
+The order that makes a crash harmless: bytes are written and synced, then the index commits, then the
+record can be found. Removal goes the other way: it cannot be found, the file goes, the index entry
+goes with the next commit. In between an entry may point at nothing; then it is a miss.
+"""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from prfaas.cache.options import StoreOptions
+from prfaas.cache.pool import PageKey
+from prfaas.cache.segment_account import Segment
+from prfaas.cache.segment_writers import SegmentWriters
+from prfaas.cache.segments import SegmentFiles, read_at, record_checksum
+from prfaas.cache.store_directory import INDEX_NAME, ZEROING_NAME
+from prfaas.cache.store_index import Index, Record, encode_key
+from prfaas.cache.store_load import load
+from prfaas.cache.store_types import Listed, RecordCounts, RecordStats, Wanted, Write
+from prfaas.clock import Clock
+from prfaas.errors import StoreError
+from prfaas.log import get_logger
+
+
+class Records:
+    """Records by key, on disk. Reads may come from any thread, changes take turns.
+
+    Open it on a directory that no other process uses and whose index was just renewed; raises
+    StoreError and OSError.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        options: StoreOptions,
+        *,
+        wall: Clock,
+        free_others: Callable[[int], int] = lambda _needed: 0,
+    ) -> None:
+        self._options = options
+        self._wall = wall
+        self._free_others = free_others
+        """Bytes to spare -> bytes that other generations still take, after deleting some of them."""
+        self._zeroing = directory / ZEROING_NAME
+        self._lock = threading.Lock()
+        self._changing = threading.Lock()
+        self._other_bytes = 0
+        self._is_broken = False
+        self.counts = RecordCounts()
+        self._files = SegmentFiles(directory)
+        try:
+            self._index = Index(directory / INDEX_NAME)
+        except BaseException:
+            self._files.close()
+            raise
+        try:
+            loaded = load(self._files, self._index, wall(), zero=self._zeroing.exists())
+            self._zeroing.unlink(missing_ok=True)
+            self._where, self._account = loaded.where, loaded.account
+            self._stale = loaded.stale
+            """Keys whose index entry goes with the next commit."""
+            self._writers = SegmentWriters(
+                self._files,
+                first_number=loaded.next_number,
+                segment_bytes=options.segment_bytes,
+                max_age_s=None if options.ttl_s is None else options.ttl_s / 16,
+            )
+            self._other_bytes = self._free_others(0)
+            with suppress(StoreError):  # the next commit tries again
+                self.commit(())
+        except BaseException:
+            self._index.close()
+            self._files.close()
+            raise
+
+    # ------------------------------------------------------------ finding
+
+    def known(self, key: PageKey) -> bool:
+        """Return whether a record has this key. Takes no lock and touches no disk."""
+        segment = self._where.get(key)
+        return segment is not None and not self._is_expired(segment)
+
+    def _is_expired(self, segment: Segment) -> bool:
+        ttl_s = self._options.ttl_s
+        return ttl_s is not None and self._wall() >= segment.created_s + ttl_s
+
+    def get_many(self, wanted: Sequence[Wanted], *, is_use: bool = True) -> list[bool]:
+        """Fill each key's buffers with its bytes; False where that is a miss.
+
+        The buffers of a miss hold anything. The disk is told of all reads before the first.
+        `is_use` counts hits and keeps what was found from being evicted soon.
+        """
+        found = [False] * len(wanted)
+        places: dict[int, list[tuple[int, Record]]] = {}
+        for position, (key, _) in enumerate(wanted):
+            record = self._record(key)
+            if record is not None:
+                places.setdefault(record.segment, []).append((position, record))
+        for number, reads in places.items():
+            reads.sort(key=lambda read: read[1].offset)
+            for position, record in self._read_segment(number, reads, wanted):
+                found[position] = True
+                if is_use:
+                    self._count_hit(wanted[position][0], record)
+        for reads in places.values():
+            for position, record in reads:
+                if not found[position]:
+                    self._bury_damaged(wanted[position][0], record)
+        with self._lock:
+            self.counts.num_misses += found.count(False) if is_use else 0
+        return found
+
+    def _record(self, key: PageKey) -> Record | None:
+        if not self.known(key):
+            return None
+        try:
+            return self._index.get(key)
+        except StoreError as error:
+            self._forget_all(str(error))
+            return None
+
+    def _read_segment(
+        self, number: int, reads: Sequence[tuple[int, Record]], wanted: Sequence[Wanted]
+    ) -> Iterator[tuple[int, Record]]:
+        """Yield those of the reads that gave the very bytes that were stored."""
+        with suppress(OSError), self._files.opened(number) as descriptor:
+            for _, record in reads:
+                os.posix_fadvise(descriptor, record.offset, record.length, os.POSIX_FADV_WILLNEED)
+            for position, record in reads:
+                key, parts = wanted[position]
+                if _read_whole(descriptor, key, record, parts):
+                    yield position, record
+
+    def _count_hit(self, key: PageKey, record: Record) -> None:
+        with self._lock:
+            self.counts.num_hits += 1
+            self.counts.hit_bytes += record.length
+        self.touch([key])
+
+    def _bury_damaged(self, key: PageKey, record: Record) -> None:
+        """Make the record a miss from now on, unless it was evicted or replaced meanwhile."""
+        with self._lock:
+            segment = self._where.get(key)
+            if segment is None or segment.number != record.segment:
+                return
+            with suppress(StoreError):
+                if self._index.get(key) != record:
+                    return
+            is_first = not self.counts.num_damaged
+            self.counts.num_damaged += 1
+            del self._where[key]
+            self._stale.add(key)
+            self._account.bury(segment, record.length)
+        if is_first:
+            get_logger().warning("store.record_damaged", segment=record.segment)
+
+    def touch(self, keys: Iterable[PageKey]) -> None:
+        """Note that these records are of use, wherever their bytes came from. Takes no lock."""
+        now_s = self._wall()
+        for key in keys:
+            segment = self._where.get(key)
+            if segment is not None:
+                segment.used_s = now_s
+
+    def listing(self) -> Iterator[Listed]:
+        """Yield every record that can be found, in the order of keys."""
+        return (found for found in self._index.records() if self.known(found[0]))
+
+    # ------------------------------------------------------------ changing
+
+    def commit(self, writes: Sequence[Write]) -> None:
+        """Store all the records, for good, or none and raise StoreError.
+
+        What has expired goes too, and what must so that the quota holds.
+        """
+        with self._changing:
+            if self._is_broken:
+                raise StoreError("the store failed and takes no more")
+            now_s = self._wall()
+            fresh = list({w.key: w for w in writes if not self.known(w.key)}.values())
+            try:
+                self._expire()
+                self._make_room(fresh, now_s)
+                stored = [(write.key, *self._append(write, now_s)) for write in fresh]
+                self._writers.sync()
+                self._commit_index([(key, record) for key, _, record in stored])
+                self._writers.keep()
+            except (OSError, StoreError) as error:
+                self._writers.roll_back()
+                if not self._index.is_usable:
+                    self._forget_all(str(error))
+                raise StoreError(f"cannot store: {error}") from error
+            with self._lock:
+                for key, segment, record in stored:
+                    if segment not in self._account:
+                        self._account.add(segment)
+                    self._account.grow(segment, key, record.length, now_s)
+                    self._where[key] = segment
+                    self.counts.num_stored += 1
+                    self.counts.stored_bytes += record.length
+
+    def _append(self, write: Write, now_s: float) -> tuple[Segment, Record]:
+        segment, offset = self._writers.append(write.tenant, write.parts, write.length, now_s)
+        record = Record(
+            segment=segment.number,
+            offset=offset,
+            length=write.length,
+            checksum=record_checksum(encode_key(write.key), write.parts),
+            tenant=write.tenant,
+            created_s=now_s,
+        )
+        return segment, record
+
+    def _commit_index(self, additions: Sequence[tuple[PageKey, Record]]) -> None:
+        with self._lock:
+            stale = list(self._stale)
+        if not stale and not additions:
+            return
+        self._index.apply(removals=stale, additions=additions)
+        with self._lock:
+            self._stale.difference_update(stale)
+
+    def _expire(self) -> None:
+        for segment in self._account:
+            if self._is_expired(segment):
+                self.counts.num_expired += self._drop(segment)
+
+    def _make_room(self, writes: Sequence[Write], now_s: float) -> None:
+        """Evict until `writes` fit; raises StoreError if they never will."""
+        by_tenant: Counter[bytes] = Counter()
+        for write in writes:
+            by_tenant[write.tenant] += write.length
+        limit_bytes = self._options.tenant_quota_bytes
+        if limit_bytes is not None:
+            for tenant, num_bytes in by_tenant.items():
+                while self._account.tenant_bytes(tenant) + num_bytes > limit_bytes:
+                    self._evict_one(now_s, tenant)
+        new_bytes = by_tenant.total()
+        over_bytes = self._over_bytes(new_bytes)
+        if over_bytes > 0 and self._other_bytes:
+            self._other_bytes = self._free_others(over_bytes)
+            over_bytes = self._over_bytes(new_bytes)
+        while over_bytes > 0:  # not asked again: a file system may take its time to free blocks
+            over_bytes -= self._evict_one(now_s, None)
+
+    def _over_bytes(self, new_bytes: int) -> int:
+        """Return what must go before `new_bytes` fit the quota, and the disk with a margin."""
+        used_bytes = self._account.size_bytes + self._index.num_bytes() + self._other_bytes
+        over_quota_bytes = used_bytes + new_bytes - self._options.quota_bytes
+        margin_bytes = self._options.segment_bytes if new_bytes else 0
+        return max(over_quota_bytes, new_bytes + margin_bytes - self._files.free_bytes())
+
+    def _evict_one(self, now_s: float, tenant: bytes | None) -> int:
+        """Evict a segment and return its bytes."""
+        segment = self._account.least_useful(now_s, tenant=tenant)
+        if segment is None:
+            raise StoreError("nothing is left to evict, and still they do not fit")
+        self.counts.num_evicted += self._drop(segment)
+        return segment.size_bytes
+
+    def _drop(self, segment: Segment, *, zero: bool = False) -> int:
+        """Make all records of a segment misses and delete it; return how many there were."""
+        with self._lock:
+            keys = [key for key in segment.keys if self._where.get(key) is segment]
+            for key in keys:
+                self._where.pop(key, None)
+            self._stale.update(key for key in segment.keys if key not in self._where)
+            self._account.remove(segment)
+        self._writers.seal(segment)
+        self._files.remove(segment.number, zero=zero)
+        return len(keys)
+
+    def clear(self, *, zero: bool = False) -> None:
+        """Remove every record, its bytes overwritten on request, even if that is interrupted.
+
+        Raises:
+            StoreError: some file or the index could not be changed; all records are misses.
+        """
+        with self._changing:
+            try:
+                if zero:
+                    self._zeroing.touch(mode=0o600)
+                for segment in self._account:
+                    self._drop(segment, zero=zero)
+                self._commit_index(())
+                self._zeroing.unlink(missing_ok=True)
+            except (OSError, StoreError) as error:
+                self._forget_all(str(error))
+                raise StoreError(f"cannot clear: {error}") from error
+
+    def _forget_all(self, reason: str) -> None:
+        """Make every record a miss until the next open."""
+        with self._lock:
+            was_broken, self._is_broken = self._is_broken, True
+            self._where.clear()
+        if not was_broken:
+            get_logger().error("store.failed", error=reason)
+
+    def stats(self) -> RecordStats:
+        """Return what there is now."""
+        with self._lock:
+            segments = list(self._account)
+            return RecordStats(
+                num_records=len(self._where),
+                live_bytes=self._account.live_bytes,
+                segment_bytes=self._account.size_bytes,
+                other_bytes=self._other_bytes,
+                num_segments=len(segments),
+                tenant_bytes=self._account.tenants(),
+                oldest_s=min((segment.created_s for segment in segments), default=None),
+                is_broken=self._is_broken,
+                counts=replace(self.counts),
+            )
+
+    def check(self) -> None:
+        """Re-derive what is known from the index and the files; AssertionError names the fault.
+
+        For tests: nothing else may happen meanwhile.
+        """
+        assert not self._is_broken, "the index failed"
+        self._account.check()
+        indexed = dict(self._index.records())
+        assert set(indexed) - self._stale <= set(self._where), "the index names what is not known"
+        live = Counter[int]()
+        for key, segment in self._where.items():
+            record = indexed[key]
+            assert record.segment == segment.number, "the index names another segment"
+            assert record.tenant == segment.tenant, "a segment of two tenants"
+            assert record.offset + record.length <= segment.size_bytes, "a record ends too late"
+            live[segment.number] += record.length
+            assert segment in self._account, "a record in a segment that is gone"
+        for segment in self._account:
+            assert segment.live_bytes == live[segment.number], "live bytes differ"
+
+    def close(self) -> None:
+        """Keep when each segment was last used, and close all files. Nobody reads any more."""
+        with suppress(StoreError):  # what is stale now is found to be so by the next open
+            self.commit(())
+        for segment in self._account:
+            with suppress(OSError):
+                self._files.set_used_s(segment.number, segment.used_s)
+        self._writers.close()
+        self._index.close()
+        self._files.close()
+
+
+def _read_whole(descriptor: int, key: PageKey, record: Record, parts: Sequence[memoryview]) -> bool:
+    if sum(part.nbytes for part in parts) != record.length:
+        return False
+    with suppress(OSError):  # a disk that cannot read this record may well read the next
+        return (
+            read_at(descriptor, parts, record.offset)
+            and record_checksum(encode_key(key), parts) == record.checksum
+        )
+    return False

@@ -1,0 +1,151 @@
+"""A child process reads the index that was found and writes it anew.
+
+LMDB maps its file: one that was cut or scrambled may kill whoever reads it. So a child goes first,
+checks each entry, and copies the good ones into a fresh file, which is the only one that this
+process maps. If the child fails or dies, the index is not used.
+"""
+
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+
+from prfaas.cache.store_directory import INDEX_NAME
+from prfaas.cache.store_index import mapped_bytes, open_index, unpack
+from prfaas.errors import StoreError
+
+_NEW_NAME = "index.new.mdb"
+_SCAN_TIMEOUT_S = 900.0
+_BATCH = 10_000
+_DAMAGED, _NO_ROOM, _FAILED = 3, 4, 5
+
+
+_FATAL_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
+"""What reading a broken map ends with; any other signal came from outside and says nothing."""
+
+
+class NoRoom(StoreError):
+    """The disk is too full for a copy of the index."""
+
+
+class DamagedIndex(StoreError):
+    """The index cannot be read, however often one tries."""
+
+
+_KINDS: dict[int, type[StoreError]] = {_DAMAGED: DamagedIndex, _NO_ROOM: NoRoom}
+
+
+def renew_index(directory: Path) -> None:
+    """Replace the index in `directory`, if there is one, by a whole copy of its good entries.
+
+    Raises:
+        NoRoom, DamagedIndex: as they say.
+        StoreError: something else that the message names.
+    """
+    source, target = directory / INDEX_NAME, directory / _NEW_NAME
+    target.unlink(missing_ok=True)
+    try:
+        found = source.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise DamagedIndex(f"{source} is not a plain file of this user")
+    _run_child(source, target)
+    target.replace(source)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _run_child(source: Path, target: Path) -> None:
+    package_root = str(Path(__file__).parents[2])
+    search_path = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    try:
+        child = subprocess.run(  # noqa: S603 - our interpreter, our module
+            [sys.executable, "-P", "-m", __spec__.name, str(source), str(target)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=_SCAN_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StoreError(f"reading the index took over {_SCAN_TIMEOUT_S:g} s") from error
+    if child.returncode < 0:
+        kind = DamagedIndex if -child.returncode in _FATAL_SIGNALS else StoreError
+        raise kind(f"signal {-child.returncode} ended the reading of the index")
+    if child.returncode:
+        lines = child.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
+        kind = _KINDS.get(child.returncode, StoreError)
+        raise kind(f"the index was not renewed: {lines[-1]}")
+
+
+def copy_index(source: Path, target: Path) -> None:
+    """Write every good entry of one index into a new one.
+
+    Raises:
+        NoRoom: the disk is full.
+        DamagedIndex: the file ends too early, or its tree is out of order.
+        lmdb.Error: LMDB found other damage, or cannot do its work.
+    """
+    with (
+        open_index(source, readonly=True) as old,
+        open_index(target) as new,
+        old.begin() as reading,
+        reading.cursor() as cursor,
+    ):
+        needed, size = mapped_bytes(old), source.stat().st_size
+        if size < needed:
+            raise DamagedIndex(f"{size} bytes of {needed} are there")
+        batch: list[tuple[bytes, bytes]] = []
+        last = b""
+        for name, value in cursor:
+            if name <= last:  # a cycle would never end
+                raise DamagedIndex("the keys are out of order")
+            last = name
+            if unpack(name, value) is not None:
+                batch.append((name, value))
+            if len(batch) == _BATCH:
+                _append(new, batch)
+                batch = []
+        _append(new, batch)
+
+
+def _append(environment: lmdb.Environment, batch: list[tuple[bytes, bytes]]) -> None:
+    try:
+        with environment.begin(write=True) as transaction, transaction.cursor() as cursor:
+            cursor.putmulti(batch, append=True)
+        environment.sync(force=True)
+    except lmdb.DiskError as error:
+        raise NoRoom(str(error)) from error
+
+
+def main(argv: list[str]) -> int:
+    """Copy the index named first to the second; return the exit status."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # dying here is part of the plan
+    status: int
+    reason: Exception
+    try:
+        copy_index(Path(argv[0]), Path(argv[1]))
+    except (NoRoom, lmdb.DiskError) as error:
+        status, reason = _NO_ROOM, error
+    except (lmdb.MemoryError, OSError) as error:
+        status, reason = _FAILED, error
+    except (DamagedIndex, lmdb.Error) as error:
+        status, reason = _DAMAGED, error
+    else:
+        return 0
+    sys.stderr.write(f"{reason}\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
