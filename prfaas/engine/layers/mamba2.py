@@ -75,7 +75,7 @@ class Mamba2Core:
             u_CC, dt_CH = torch.split(rows_TR[start:stop], widths, dim=1)
             xbc_CC, [conv_rows_WC] = self._conv.scan(u_CC, conv_rows_WC, [stop - start])
             chunk = _Chunk(self._spec, _padded(silu(xbc_CC)), _padded(dt_CH), self._A_H)
-            out_TX[start:stop] = chunk.outputs(state_HPN, self._D_H1)[: stop - start]
+            chunk.write_outputs(state_HPN, self._D_H1, out_TX[start:stop])
             if stop < num_rows or stop in stops:
                 state_HPN = chunk.end_state(state_HPN)
             if stop in stops:
@@ -119,40 +119,43 @@ class _Chunk:
         x_CI, B_CX, C_CX = _split(spec, xbc_CC)
         by_group = (CHUNK_TOKENS, spec.num_groups, spec.state_dim)
         self._x_CHP = x_CI.view(CHUNK_TOKENS, spec.num_heads, spec.head_dim)
-        self._dtx_CHP = self._x_CHP * dt_CH[:, :, None]
         self._B_GCN = B_CX.view(by_group).transpose(0, 1)
         self._C_GCN = C_CX.view(by_group).transpose(0, 1)
         # In float64: after one strong decay, float32 sums would lose the weak ones behind it.
-        self._log_decay_HC = (dt_CH * A_H).double().T.contiguous().cumsum_(1)
+        self._sums_HC = (dt_CH * A_H).double().T.contiguous().cumsum_(1)
+        # dt weighs a row as its decays do: as a logarithm it costs no pass over x.
+        self._from_HC = self._sums_HC - dt_CH.double().T.contiguous().log_()
 
-    def outputs(self, state_HPN: Tensor, D_H1: Tensor) -> Tensor:
-        """Return y [C, I] from the state before the chunk."""
-        spec, sums_HC = self._spec, self._log_decay_HC
-        scores_GCC = torch.bmm(self._C_GCN, self._B_GCN.transpose(1, 2)).tril_()
-        # Above the diagonal the sums ascend; held at 0 they stay finite, and the score is 0.
-        weights_HCC = (sums_HC[:, :, None] - sums_HC[:, None, :]).float().clamp_(max=0).exp_()
+    def write_outputs(self, state_HPN: Tensor, D_H1: Tensor, out_TX: Tensor) -> None:
+        """Write y of the first rows, as many as `out_TX` has; the state is that before them."""
+        spec, num_rows = self._spec, len(out_TX)
+        scores_GCC = torch.bmm(self._C_GCN, self._B_GCN.transpose(1, 2))
+        # Above the diagonal exp may be infinite: made 0 before it is multiplied.
+        weights_HCC = (self._sums_HC[:, :, None] - self._from_HC[:, None, :]).float()
+        weights_HCC.exp_().tril_()
         weights_HCC.view(spec.num_groups, -1, CHUNK_TOKENS, CHUNK_TOKENS).mul_(scores_GCC[:, None])
-        inside_HCP = torch.bmm(weights_HCC, self._dtx_CHP.transpose(0, 1))
+        weights_HCC.diagonal(dim1=1, dim2=2).add_(D_H1)
+        inside_HCP = torch.bmm(weights_HCC, self._x_CHP.transpose(0, 1))
         state_GQN = state_HPN.view(spec.num_groups, -1, spec.state_dim)
         before_GCQ = torch.bmm(self._C_GCN, state_GQN.transpose(1, 2))
         before_CHP = before_GCQ.transpose(0, 1).reshape(self._x_CHP.shape)
-        before_CHP.mul_(sums_HC.T.float().contiguous().exp_()[:, :, None])
-        y_CHP = before_CHP.add_(inside_HCP.transpose(0, 1)).addcmul_(self._x_CHP, D_H1)
-        return y_CHP.reshape(CHUNK_TOKENS, -1)
+        decay_CH = self._sums_HC.float().T.contiguous().exp_()
+        torch.addcmul(
+            inside_HCP.transpose(0, 1)[:num_rows],
+            before_CHP[:num_rows],
+            decay_CH[:num_rows, :, None],
+            out=out_TX.view(num_rows, spec.num_heads, spec.head_dim),
+        )
 
     def end_state(self, state_HPN: Tensor) -> Tensor:
         """Return the state after the chunk."""
-        spec, sums_HC = self._spec, self._log_decay_HC
-        weights_CH = (sums_HC[:, -1:] - sums_HC).T.float().contiguous().exp_()
-        dtx_GCQ = (
-            (self._dtx_CHP * weights_CH[:, :, None])
-            .view(CHUNK_TOKENS, spec.num_groups, -1)
-            .transpose(0, 1)
-        )
+        spec, sums_HC = self._spec, self._sums_HC
+        weights_CH = (sums_HC[:, -1:] - self._from_HC).float().T.contiguous().exp_()
+        x_CHP = self._x_CHP * weights_CH[:, :, None]
+        x_CGQ = x_CHP.view(CHUNK_TOKENS, spec.num_groups, -1)
         end_HPN = state_HPN * sums_HC[:, -1].float().exp_()[:, None, None]
-        end_HPN.view(spec.num_groups, -1, spec.state_dim).baddbmm_(
-            dtx_GCQ.transpose(1, 2), self._B_GCN
-        )
+        end_GQN = end_HPN.view(spec.num_groups, -1, spec.state_dim)
+        end_GQN.baddbmm_(x_CGQ.permute(1, 2, 0), self._B_GCN)
         return end_HPN
 
 
@@ -224,6 +227,8 @@ def _split(spec: Mamba2Spec, xbc_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _padded(rows_TX: Tensor) -> Tensor:
-    """Return CHUNK_TOKENS rows, zeros at the end, in memory of their own."""
+    """Return CHUNK_TOKENS contiguous rows, zeros at the end."""
+    if len(rows_TX) == CHUNK_TOKENS:
+        return rows_TX.contiguous()
     padding = rows_TX.new_zeros(CHUNK_TOKENS - len(rows_TX), rows_TX.shape[1])
     return torch.cat([rows_TX, padding])

@@ -93,6 +93,22 @@ def check_core_steps(core: Recurrence, rows_SR: Tensor, states: Sequence[State])
         assert same_bits(state, tuple(before[index]))
 
 
+def check_core_threads(core: Recurrence, rows_TR: Tensor, state: State) -> None:
+    """The number of threads does not change a bit; rows must be enough for torch to share them."""
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            out, [end] = core.scan(rows_TR, state, [len(rows_TR)])
+            step, [after] = core.step(rows_TR[:1], [state])
+            results.append((out, step, *end, *after))
+    finally:
+        torch.set_num_threads(before)
+    assert same_bits(results[0], results[1])
+    assert same_bits(results[0], results[2])
+
+
 def new_kv(spec: MixerSpec, *, is_strict: bool = False) -> SequenceKv:
     dims = [replay_dim(spec) if is_strict else None]
     return SequenceKv([spec], capacity_tokens=1024, block_tokens=CHUNK_TOKENS, replay_dims=dims)

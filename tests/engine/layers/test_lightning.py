@@ -95,6 +95,12 @@ def test_steps_do_not_depend_on_each_other(head_dim: int) -> None:
     mixing.check_core_steps(LightningCore(spec), random_rows(spec, 7), states)
 
 
+@pytest.mark.parametrize("head_dim", [100, 128])
+def test_the_number_of_threads_does_not_change_a_bit(head_dim: int) -> None:
+    spec = replace(SPEC, num_heads=7, head_dim=head_dim)
+    mixing.check_core_threads(LightningCore(spec), random_rows(spec, 100), random_state(spec))
+
+
 def new_mixer(spec: LightningSpec, seed: int = 0) -> LightningMixer:
     generator = torch.Generator().manual_seed(seed)
     inner = spec.num_heads * spec.head_dim

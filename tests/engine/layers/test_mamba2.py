@@ -164,6 +164,13 @@ def test_steps_do_not_depend_on_each_other(spec: Mamba2Spec) -> None:
     mixing.check_core_steps(Weights(spec).core(spec), random_rows(spec, 7), states)
 
 
+@pytest.mark.parametrize("head_dim", [50, 64])
+def test_the_number_of_threads_does_not_change_a_bit(head_dim: int) -> None:
+    spec = replace(SPEC, num_heads=21, head_dim=head_dim, state_dim=90, num_groups=3)
+    core = Weights(spec).core(spec)
+    mixing.check_core_threads(core, random_rows(spec, 100), random_state(spec))
+
+
 def new_mixer(spec: Mamba2Spec) -> Mamba2Mixer:
     weights = Weights(spec)
     num_rows = spec.inner_dim + spec.conv_channels + spec.num_heads
