@@ -31,6 +31,16 @@ def record_checksum(name: bytes, parts: Sequence[memoryview]) -> int:
     return digest.intdigest()
 
 
+@contextmanager
+def segment_files(directory: Path) -> Iterator["SegmentFiles"]:
+    """Yield the segment files of a directory, closed when the block ends."""
+    files = SegmentFiles(directory)
+    try:
+        yield files
+    finally:
+        files.close()
+
+
 class SegmentFiles:
     """The segment files of one directory, named by number. Methods may raise OSError."""
 
@@ -48,13 +58,22 @@ class SegmentFiles:
                     found[int(match[1])] = status.st_size
         return found
 
+    def written_s(self, number: int) -> float:
+        """Return when the segment was last written."""
+        return self._status(number).st_mtime
+
     def used_s(self, number: int) -> float:
-        """Return when the segment was last used, as `set_used_s` or its last write left it."""
-        return os.stat(_name(number), dir_fd=self._dir_fd, follow_symlinks=False).st_mtime
+        """Return when the segment was last written, or used as `set_used_s` kept it."""
+        status = self._status(number)
+        return max(status.st_mtime, status.st_atime)
+
+    def _status(self, number: int) -> os.stat_result:
+        return os.stat(_name(number), dir_fd=self._dir_fd, follow_symlinks=False)
 
     def set_used_s(self, number: int, used_s: float) -> None:
-        """Keep when the segment was last used."""
-        os.utime(_name(number), (used_s, used_s), dir_fd=self._dir_fd, follow_symlinks=False)
+        """Keep when the segment was last used, as its time of access."""
+        times = (used_s, self.written_s(number))
+        os.utime(_name(number), times, dir_fd=self._dir_fd, follow_symlinks=False)
 
     def create(self, number: int) -> int:
         """Return a descriptor that writes a new, empty segment; the caller closes it."""
@@ -74,9 +93,11 @@ class SegmentFiles:
             os.close(descriptor)
 
     def truncate(self, number: int, num_bytes: int) -> None:
-        """Cut what lies behind the first `num_bytes`."""
+        """Cut what lies behind the first `num_bytes`; the segment's times stay."""
         with self.opened(number, flags=os.O_WRONLY) as descriptor:
+            status = os.fstat(descriptor)
             os.ftruncate(descriptor, num_bytes)
+            os.utime(descriptor, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     def remove(self, number: int, *, zero: bool = False) -> None:
         """Delete the segment, its bytes overwritten first on request; no such file is harmless."""

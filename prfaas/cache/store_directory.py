@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from errno import EEXIST, ELOOP, ENOTDIR
 from pathlib import Path
 
-from prfaas.cache.segments import SegmentFiles
+from prfaas.cache.segments import segment_files
 from prfaas.errors import ConfigError
 
 FORMAT = 1
@@ -43,7 +43,7 @@ class Generation:
     """None if it cannot be read, as that of a damaged one."""
     num_bytes: int
     used_s: float
-    """When a file in it was last written, since the epoch."""
+    """When a segment of it was last used, since the epoch; 0 if it has none."""
 
     @property
     def is_damaged(self) -> bool:
@@ -167,12 +167,9 @@ class CacheDirectory:
         if zero:
             marker.touch(mode=0o600)
         if marker.exists():
-            files = SegmentFiles(path)
-            try:
+            with segment_files(path) as files:
                 for number in files.sizes():
                     files.remove(number, zero=True)
-            finally:
-                files.close()
         shutil.rmtree(path)
 
     def close(self) -> None:
@@ -187,12 +184,14 @@ def generation_name(identity: str) -> str:
 
 
 def _describe(path: Path) -> Generation:
-    num_bytes, used_s = 0, 0.0
-    for file in path.iterdir():
-        status = file.lstat()
-        num_bytes += status.st_size
-        used_s = max(used_s, status.st_mtime)
-    return Generation(path=path, identity=_read_identity(path), num_bytes=num_bytes, used_s=used_s)
+    with segment_files(path) as files:
+        used_s = max((files.used_s(number) for number in files.sizes()), default=0.0)
+    return Generation(
+        path=path,
+        identity=_read_identity(path),
+        num_bytes=sum(file.lstat().st_size for file in path.iterdir()),
+        used_s=used_s,
+    )
 
 
 def _read_identity(path: Path) -> str | None:

@@ -104,11 +104,6 @@ def open_index(path: Path, *, readonly: bool = False) -> lmdb.Environment:
     )
 
 
-def mapped_bytes(environment: lmdb.Environment) -> int:
-    """Return the bytes that the file must have: reading the map beyond its end is fatal."""
-    return int((environment.info()["last_pgno"] + 1) * environment.stat()["psize"])
-
-
 class Index:
     """The index of one generation. One thread writes at a time; any may read. Raises StoreError.
 
@@ -124,9 +119,10 @@ class Index:
         """Whether another commit may succeed: not after one that failed half-way, or a cut file."""
         try:
             self._environment = open_index(path)
-            self._mapped_bytes = mapped_bytes(self._environment)
         except lmdb.Error as error:
             raise StoreError(f"cannot open the index {path}: {error}") from error
+        self._least_bytes = self.num_bytes()
+        """The file never shrinks by itself."""
 
     def num_bytes(self) -> int:
         """Return the size of the file."""
@@ -161,7 +157,7 @@ class Index:
                 for key, record in additions:
                     name = encode_key(key)
                     transaction.put(name, pack(name, record))
-            self._mapped_bytes = mapped_bytes(self._environment)
+            self._least_bytes = self.num_bytes()
         except lmdb.PanicError as error:
             self.is_usable = False
             raise StoreError(f"the index {self._path} failed: {error}") from error
@@ -192,7 +188,7 @@ class Index:
 
     def _check_size(self) -> None:
         """Raise StoreError if the file was cut under its map: a read there would be a SIGBUS."""
-        if self.num_bytes() < self._mapped_bytes:
+        if self.num_bytes() < self._least_bytes:
             self.is_usable = False
             raise StoreError(f"the index {self._path} was cut to {self.num_bytes()} bytes")
 

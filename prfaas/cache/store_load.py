@@ -51,9 +51,7 @@ def load(files: SegmentFiles, index: Index, now_s: float, *, zero: bool) -> Load
         if number not in found:
             files.remove(number, zero=zero)
         elif size_bytes > found[number].size_bytes:
-            used_s = found[number].used_s
             files.truncate(number, found[number].size_bytes)
-            files.set_used_s(number, used_s)
     for segment in found.values():
         loaded.account.add(segment)
     return loaded

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from prfaas.cache.options import StoreOptions
-from prfaas.cache.segments import SegmentFiles
+from prfaas.cache.segments import segment_files
 from prfaas.cache.store_directory import CacheDirectory, generation_name
 from prfaas.cache.store_records import Records
 from prfaas.cache.store_scan import DamagedIndex, NoRoom, renew_index
@@ -66,14 +66,11 @@ def _opened(
 
 def _remove_one_segment(path: Path) -> bool:
     """Make room on a full disk: delete the segment that was unused longest, if there is one."""
-    files = SegmentFiles(path)
-    try:
+    with segment_files(path) as files:
         oldest = min(files.sizes(), key=files.used_s, default=None)
         if oldest is not None:
             files.remove(oldest)
-        return oldest is not None
-    finally:
-        files.close()
+    return oldest is not None
 
 
 def _free_others(
@@ -83,19 +80,35 @@ def _free_others(
     wall: Clock,
     over_bytes: int,
 ) -> int:
-    """Return what other generations take, after deleting expired and, longest unused first, others.
+    """Return what other generations take, after deleting some, the longest unused first.
 
-    It ends when `over_bytes` are gone.
+    It ends when `over_bytes` are gone. Their segments that the TTL has reached go in any case.
     """
     left_bytes = 0
-    for generation in directory.generations():
-        if generation.path.name == generation_name(identity):
+    for found in directory.generations():
+        if found.path.name == generation_name(identity):
             continue
-        is_expired = options.ttl_s is not None and generation.used_s + options.ttl_s <= wall()
-        if over_bytes > 0 or is_expired:
-            with suppress(OSError):  # what cannot be deleted still counts
-                directory.remove(generation)
-                over_bytes -= generation.num_bytes
+        num_bytes = found.num_bytes
+        with suppress(OSError):  # what cannot be deleted still counts
+            if over_bytes > 0:
+                directory.remove(found)
+                over_bytes -= num_bytes
                 continue
-        left_bytes += generation.num_bytes
+            if options.ttl_s is not None:
+                num_bytes -= _remove_expired(found.path, wall() - options.ttl_s * 15 / 16)
+        left_bytes += num_bytes
     return left_bytes
+
+
+def _remove_expired(path: Path, before_s: float) -> int:
+    """Delete the segments last written before then; return their bytes.
+
+    The first record of a segment is up to a sixteenth of the TTL older than its last.
+    """
+    num_bytes = 0
+    with segment_files(path) as files:
+        for number, size_bytes in files.sizes().items():
+            if files.written_s(number) <= before_s:
+                files.remove(number)
+                num_bytes += size_bytes
+    return num_bytes

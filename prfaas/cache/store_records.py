@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from errno import EAGAIN, EMFILE, ENFILE, ENOMEM
 from pathlib import Path
 
 from prfaas.cache.options import StoreOptions
@@ -25,6 +26,12 @@ from prfaas.cache.store_types import Listed, RecordCounts, RecordStats, Wanted, 
 from prfaas.clock import Clock
 from prfaas.errors import StoreError
 from prfaas.log import get_logger
+
+_Read = tuple[int, Record]
+"""Position among the wanted, and where the bytes lie."""
+
+_TRANSIENT = {EMFILE, ENFILE, ENOMEM, EAGAIN}
+"""What says nothing about the file: a miss this time."""
 
 
 class Records:
@@ -103,50 +110,64 @@ class Records:
                 places.setdefault(record.segment, []).append((position, record))
         for number, reads in places.items():
             reads.sort(key=lambda read: read[1].offset)
-            for position, record in self._read_segment(number, reads, wanted):
+            whole, damaged = self._read_segment(number, reads, wanted)
+            for position, record in damaged:
+                self._bury(wanted[position][0], record)
+            for position, _ in whole:
                 found[position] = True
-                if is_use:
-                    self._count_hit(wanted[position][0], record)
-        for reads in places.values():
-            for position, record in reads:
-                if not found[position]:
-                    self._bury_damaged(wanted[position][0], record)
-        with self._lock:
-            self.counts.num_misses += found.count(False) if is_use else 0
+        if is_use:
+            self._count_use(wanted, found)
         return found
+
+    def _count_use(self, wanted: Sequence[Wanted], found: Sequence[bool]) -> None:
+        hits = [pair for pair, is_hit in zip(wanted, found, strict=True) if is_hit]
+        self.touch(key for key, _ in hits)
+        with self._lock:
+            self.counts.num_hits += len(hits)
+            self.counts.hit_bytes += sum(part.nbytes for _, parts in hits for part in parts)
+            self.counts.num_misses += len(wanted) - len(hits)
 
     def _record(self, key: PageKey) -> Record | None:
         if not self.known(key):
             return None
         try:
-            return self._index.get(key)
+            record = self._index.get(key)
         except StoreError as error:
             self._forget_all(str(error))
             return None
+        if record is None:
+            self._bury(key, None)
+        return record
 
     def _read_segment(
-        self, number: int, reads: Sequence[tuple[int, Record]], wanted: Sequence[Wanted]
-    ) -> Iterator[tuple[int, Record]]:
-        """Yield those of the reads that gave the very bytes that were stored."""
-        with suppress(OSError), self._files.opened(number) as descriptor:
-            for _, record in reads:
-                os.posix_fadvise(descriptor, record.offset, record.length, os.POSIX_FADV_WILLNEED)
-            for position, record in reads:
-                key, parts = wanted[position]
-                if _read_whole(descriptor, key, record, parts):
-                    yield position, record
+        self, number: int, reads: Sequence[_Read], wanted: Sequence[Wanted]
+    ) -> tuple[list[_Read], Sequence[_Read]]:
+        """Return those of the reads that gave the very bytes that were stored, and the damaged."""
+        whole: list[_Read] = []
+        damaged: list[_Read] = []
+        try:
+            with self._files.opened(number) as descriptor:
+                for _, record in reads:
+                    os.posix_fadvise(
+                        descriptor, record.offset, record.length, os.POSIX_FADV_WILLNEED
+                    )
+                for read in reads:
+                    key, parts = wanted[read[0]]
+                    is_whole = _read_whole(descriptor, key, read[1], parts)
+                    (whole if is_whole else damaged).append(read)
+        except OSError as error:
+            if error.errno not in _TRANSIENT:
+                return [], reads
+        return whole, damaged
 
-    def _count_hit(self, key: PageKey, record: Record) -> None:
-        with self._lock:
-            self.counts.num_hits += 1
-            self.counts.hit_bytes += record.length
-        self.touch([key])
+    def _bury(self, key: PageKey, record: Record | None) -> None:
+        """Make a damaged record a miss from now on, unless it was evicted or replaced meanwhile.
 
-    def _bury_damaged(self, key: PageKey, record: Record) -> None:
-        """Make the record a miss from now on, unless it was evicted or replaced meanwhile."""
+        `record` is what the index said of it; None: not what it should.
+        """
         with self._lock:
             segment = self._where.get(key)
-            if segment is None or segment.number != record.segment:
+            if segment is None:
                 return
             with suppress(StoreError):
                 if self._index.get(key) != record:
@@ -155,9 +176,16 @@ class Records:
             self.counts.num_damaged += 1
             del self._where[key]
             self._stale.add(key)
-            self._account.bury(segment, record.length)
+            lost_bytes = record.length if record else self._unaccounted_bytes(segment)
+            self._account.bury(segment, lost_bytes)
         if is_first:
-            get_logger().warning("store.record_damaged", segment=record.segment)
+            get_logger().warning("store.record_damaged", segment=segment.number)
+
+    def _unaccounted_bytes(self, segment: Segment) -> int:
+        """Return the live bytes that no record of a segment explains any more."""
+        live = {key for key in segment.keys if self._where.get(key) is segment}
+        records = (self._index.get(key) for key in live)
+        return segment.live_bytes - sum(record.length for record in records if record)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Note that these records are of use, wherever their bytes came from. Takes no lock."""

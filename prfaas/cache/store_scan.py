@@ -16,7 +16,7 @@ from pathlib import Path
 import lmdb
 
 from prfaas.cache.store_directory import INDEX_NAME
-from prfaas.cache.store_index import mapped_bytes, open_index, unpack
+from prfaas.cache.store_index import open_index, unpack
 from prfaas.errors import StoreError
 
 _NEW_NAME = "index.new.mdb"
@@ -93,7 +93,7 @@ def copy_index(source: Path, target: Path) -> None:
 
     Raises:
         NoRoom: the disk is full.
-        DamagedIndex: the file ends too early, or its tree is out of order.
+        DamagedIndex: its tree is out of order.
         lmdb.Error: LMDB found other damage, or cannot do its work.
     """
     with (
@@ -102,9 +102,6 @@ def copy_index(source: Path, target: Path) -> None:
         old.begin() as reading,
         reading.cursor() as cursor,
     ):
-        needed, size = mapped_bytes(old), source.stat().st_size
-        if size < needed:
-            raise DamagedIndex(f"{size} bytes of {needed} are there")
         batch: list[tuple[bytes, bytes]] = []
         last = b""
         for name, value in cursor:
