@@ -269,12 +269,13 @@ class Batcher:
 
     def _plan_decodes(self, draft: _Draft) -> None:
         for entry in sorted(self._running.values(), key=lambda e: e.age):
-            # An older one may have preempted it just now; a longer remainder is prefill.
-            if entry.key in self._running and entry.num_remaining == 1 and self._grow(entry, draft):
+            # An older one may have preempted it just now; a longer remainder is prefill, which also
+            # needs room for tokens that were drawn elsewhere.
+            if entry.key in self._running and self._grow(entry, draft) and entry.num_remaining == 1:
                 draft.decodes.append(entry.key)
 
     def _grow(self, entry: _Entry, draft: _Draft) -> bool:
-        """Make room for the next token; False if `entry` itself was the youngest and had to go."""
+        """Make room for all known tokens; False if `entry` itself was the youngest and had to go."""
         if entry.num_tokens <= entry.capacity_tokens:
             return True
         capacity_tokens = self._wanted_capacity(entry)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from prfaas.cache.prefix import BlockTable, PrefixCache
 from prfaas.cache.spec import bytes_of_page
 from prfaas.engine.loader import load_model
 from prfaas.engine.model import Model, Segment
-from prfaas.engine.options import EngineOptions
+from prfaas.engine.options import EngineOptions, Numerics
 from prfaas.engine.runner import Runner
 from prfaas.engine.sampler import Sampler, TokenHistory
 from prfaas.engine.submission import FirstLogits, PageSink, Submission
@@ -23,6 +23,8 @@ from prfaas.types import FinishReason, Request, RequestEnded, SamplingParams, To
 from tests.tiny_models import VOCAB_SIZE, Family, write_tiny_model
 
 BLOCK = 16
+STATE_BLOCK = 64
+"""Blocks of models with linear mixers end on their chunk grid."""
 GREEDY = SamplingParams(max_tokens=12, seed=0, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=12, seed=11, temperature=1.0, top_p=0.95)
 MODELS = [("gemma3", "float32"), ("gemma3", "float16"), ("llama", "float16"), ("qwen3", "float32")]
@@ -39,6 +41,19 @@ def tiny(family: Family, dtype: Literal["float16", "float32"]) -> Model:
     with TemporaryDirectory() as directory:
         path = write_tiny_model(Path(directory), family, 0, **layers)
         return load_model(path, dtype=dtype)
+
+
+@cache
+def tiny_hybrid(family: Family, numerics: Numerics = "grid", **overrides: object) -> Model:
+    """A loaded model of a family with linear mixers."""
+    with TemporaryDirectory() as directory:
+        path = write_tiny_model(Path(directory), family, 0, **overrides)
+        return load_model(path, dtype="float32", numerics=numerics)
+
+
+def block_of(model: Model) -> int:
+    """Return the block size that tests of the model use."""
+    return STATE_BLOCK if any(layer.states for layer in model.config.layers) else BLOCK
 
 
 def prompt_of(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
@@ -82,9 +97,14 @@ class Node:
     """One runner with its cache; every step is followed by both checks."""
 
     def __init__(
-        self, model: Model, *, ram_bytes: int = 32 << 20, block_tokens: int = BLOCK, **options
+        self,
+        model: Model,
+        *,
+        ram_bytes: int = 32 << 20,
+        block_tokens: int | None = None,
+        **options: Any,
     ) -> None:
-        layout = model.layout(block_tokens)
+        layout = model.layout(block_tokens or block_of(model))
         self.model = model
         self.cache = PrefixCache(
             layout=layout,
@@ -97,7 +117,7 @@ class Node:
                 salt=salt,
             ),
         )
-        options = {"chunk_tokens": 64, **options}
+        options = {"chunk_tokens": 64, "numerics": model.numerics, **options}
         self.now_s = 0.0
         self.runner = Runner(
             model=model, cache=self.cache, options=EngineOptions(**options), clock=self.clock
@@ -196,10 +216,11 @@ Row = NDArray[np.float32]
 
 def plain_rows(model: Model, prompt: Sequence[int]) -> Generator[Row, int, None]:
     """Yield logits after the prompt, then after each token sent in: no batch, cut or cache."""
-    kv = model.new_kv(capacity_tokens=4096, block_tokens=BLOCK)
+    kv = model.new_kv(capacity_tokens=4096, block_tokens=block_of(model))
     tokens: Sequence[int] = prompt
     while True:
-        logits_1V = model.forward([Segment(kv=kv, tokens=tokens, num_logits=1)])
+        segment = Segment(kv=kv, tokens=tokens, num_logits=1, prompt_end=len(prompt))
+        logits_1V = model.forward([segment])
         tokens = [(yield logits_1V.numpy()[0])]
 
 

@@ -232,6 +232,21 @@ TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=25, dead
 # ---------------------------------------------------------------- fairness, in steps
 
 
+def test_tokens_drawn_elsewhere_get_their_room_before_they_are_computed():
+    """More of them than the headroom that a prompt is admitted with."""
+    engine = Engine(kv_tokens=200)
+    older, younger = engine.add(10, 161), engine.add(20, 60)
+    engine.step()
+    engine.step()
+    engine.known[older] = 160
+    engine.batcher.known(older, 160)
+    plan = engine.step()
+    assert plan.preempted == (younger,)
+    assert [(grown.key, grown.capacity_tokens) for grown in plan.grown] == [(older, 170)]
+    while older in engine.known:
+        engine.step()
+
+
 def test_a_long_prompt_does_not_block_short_ones():
     engine = Engine(chunk_tokens=576 // 16 * BLOCK, max_batch=8)
     engine.add(100_000)
