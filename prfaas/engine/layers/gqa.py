@@ -6,6 +6,7 @@ that is projected.
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,10 +74,11 @@ class GqaMixer:
         qk_THK = self._normed(qkv_TN[:, : self._num_qk])
         if self.rope is not None:
             qk_THK = rotate(qk_THK, batch.rope(self.rope))
-        v_THV = qkv_TN[:, self._num_qk : self._num_qkv].view(len(x_TD), -1, spec.value_dim)
+        k_array = qk_THK[:, spec.num_heads :].numpy()
+        v_array = qkv_TN.numpy()[:, self._num_qk : self._num_qkv]
+        v_array = v_array.reshape(len(x_TD), spec.num_kv_heads, spec.value_dim)
         if spec.value_scale != 1.0:
-            v_THV = v_THV * spec.value_scale
-        k_array, v_array = qk_THK[:, spec.num_heads :].numpy(), v_THV.numpy()
+            v_array = v_array * np.float32(spec.value_scale)
         for rows, segment in batch.parts:
             segment.kv.kv_of(layer).write(segment.kv.num_tokens, k_array[rows], v_array[rows])
         on_written()
