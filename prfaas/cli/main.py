@@ -3,9 +3,11 @@
 import click
 
 from prfaas import __version__
+from prfaas.cli.cache import cache
 from prfaas.cli.chat import chat
 from prfaas.cli.failures import FailingGroup
 from prfaas.cli.model import model
+from prfaas.cli.plan import plan
 from prfaas.cli.serve import serve
 from prfaas.cli.verify import verify
 
@@ -20,5 +22,5 @@ def main() -> None:
     """Serve LLMs with prefill as a service: long prompts are prefilled by another node."""
 
 
-for command in (serve, model, verify, chat):
+for command in (serve, model, plan, verify, chat, cache):
     main.add_command(command)

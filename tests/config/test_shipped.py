@@ -9,7 +9,7 @@ import pytest
 from prfaas.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+CONFIGS = [ROOT / "configs" / f"{role}.toml" for role in ("pd", "prefill")]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

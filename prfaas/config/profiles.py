@@ -1,0 +1,114 @@
+"""Profiles as TOML: what an instance takes to prefill, keep and decode.
+
+[prefill] is a curve through `tokens` and `seconds` ("cubic", "linear"), or `coefficients` of a
+"polynomial". [kv] is the config.json of a `model` or a table of `tokens` and `bytes`. [decode], which
+a prefill cluster does not need, has the step seconds of some `batch` sizes and `max_batch`; [cost] has
+what one GPU costs in any unit. But for [kv], each says where it is from.
+"""
+
+from pathlib import Path
+from typing import cast, get_args
+
+from prfaas.config.model_file import KV_DTYPES, as_kv_dtype, kv_curve, read_model
+from prfaas.config.tables import Table, read_toml
+from prfaas.scheduler.curves import CubicCurve, Curve, LinearCurve, PolynomialCurve
+from prfaas.scheduler.profile import Cost, DecodeProfile, Profile, Provenance
+
+MAX_TOKENS = 100_000_000
+MAX_SECONDS = 1e6
+MAX_BYTES = 1e15
+MAX_BATCH = 65_536
+MAX_GPUS_PER_INSTANCE = 4096
+MAX_COST = 1e9
+CURVES = ("cubic", "linear", "polynomial")
+PROVENANCES: tuple[str, ...] = get_args(Provenance)
+
+
+def read_profile(path: Path) -> Profile:
+    """Return the profile in a TOML file.
+
+    Raises:
+        ConfigError: an unknown or missing key, or a value that makes no sense; names both.
+    """
+    top = read_toml(path)
+    prefill = top.table("prefill")
+    profile = Profile(
+        name=top.text("name"),
+        hardware=top.text("hardware"),
+        gpus_per_instance=top.integer(
+            "gpus_per_instance", minimum=1, maximum=MAX_GPUS_PER_INSTANCE
+        ),
+        cost=_cost(top.table("cost")) if "cost" in top else None,
+        prefill_s=_prefill(prefill),
+        prefill_provenance=_provenance(prefill),
+        kv_bytes=_kv(top.table("kv")),
+        decode=_decode(top.table("decode")) if "decode" in top else None,
+    )
+    top.finish()
+    return profile
+
+
+def _provenance(table: Table) -> Provenance:
+    """Where a table's numbers are from; `source` is for readers, and has to be there."""
+    table.text("source")
+    return cast("Provenance", table.choice("provenance", PROVENANCES))
+
+
+def _cost(table: Table) -> Cost:
+    cost = Cost(
+        per_gpu=table.number("per_gpu", above=0, maximum=MAX_COST),
+        provenance=_provenance(table),
+    )
+    table.finish()
+    return cost
+
+
+def _prefill(table: Table) -> Curve:
+    kind = table.choice("curve", CURVES)
+    try:
+        if kind == "polynomial":
+            curve: Curve = PolynomialCurve(
+                coefficients=table.numbers("coefficients", minimum=0, maximum=MAX_SECONDS)
+            )
+        else:
+            points = {
+                "tokens": table.numbers("tokens", above=0, maximum=MAX_TOKENS),
+                "values": table.numbers("seconds", above=0, maximum=MAX_SECONDS),
+            }
+            curve = CubicCurve(**points) if kind == "cubic" else LinearCurve(**points)
+    except ValueError as error:
+        raise table.error("curve", error) from None
+    _provenance(table)
+    table.finish()
+    return curve
+
+
+def _kv(table: Table) -> LinearCurve:
+    if "model" in table:
+        model = read_model(table.file("model"))
+        kv_dtype = as_kv_dtype(table.choice("kv_dtype", KV_DTYPES, "bfloat16"))
+        curve = kv_curve(model, kv_dtype)
+    else:
+        try:
+            curve = LinearCurve(
+                tokens=table.numbers("tokens", above=0, maximum=MAX_TOKENS),
+                values=table.numbers("bytes", above=0, maximum=MAX_BYTES),
+            )
+        except ValueError as error:
+            raise table.error("bytes", error) from None
+    table.finish()
+    return curve
+
+
+def _decode(table: Table) -> DecodeProfile:
+    max_batch = table.integer("max_batch", minimum=1, maximum=MAX_BATCH)
+    try:
+        step_s = LinearCurve(
+            tokens=table.numbers("batch", minimum=1, maximum=MAX_BATCH),
+            values=table.numbers("step_s", above=0, maximum=MAX_SECONDS),
+        )
+    except ValueError as error:
+        raise table.error("step_s", error) from None
+    decode = DecodeProfile(step_s=step_s, max_batch=max_batch, provenance=_provenance(table))
+    table.finish()
+    return decode

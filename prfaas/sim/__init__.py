@@ -1,0 +1,1 @@
+"""What a deployment would carry, before anybody buys it: plans, their figures, and simulations."""
