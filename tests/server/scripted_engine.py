@@ -17,10 +17,12 @@ from prfaas.cache.prefix import BlockTable, PrefixCache
 from prfaas.cache.spec import (
     CacheLayout,
     FullSpec,
+    StateSpec,
     WindowSpec,
     bytes_of_page,
     held_blocks,
     needed_blocks,
+    replay_boundary,
 )
 from prfaas.engine.submission import EngineEvent, EngineLoad, FirstLogits, Submission
 from prfaas.errors import BadRequest, Overloaded
@@ -43,13 +45,24 @@ HYBRID = CacheLayout(
 )
 
 
-def page_bytes(layout: CacheLayout, layer: int, block: int, tokens: Sequence[int]) -> bytes:
-    """The KV of one layer's block after `tokens`, which end in or behind the block."""
-    ((group, index),) = layout.groups_of_layer(layer)
+STATES = CacheLayout(
+    block_tokens=BLOCK_TOKENS,
+    groups=(
+        FullSpec(name="full", layers=(1, 2), page_bytes=64 * BLOCK_TOKENS),
+        StateSpec(name="state", layers=(0, 2), page_bytes=64 * BLOCK_TOKENS, state_bytes=1200),
+    ),
+)
+"""Layer 2 has both, and a state takes three pages, the last of them shorter."""
+
+
+def page_bytes(
+    layout: CacheLayout, group: int, index: int, block: int, tokens: Sequence[int]
+) -> bytes:
+    """A page of a block after `tokens`, which end in or behind the block."""
     end = min(len(tokens), (block + 1) * layout.block_tokens)
     num_tokens = end - block * layout.block_tokens
     size = bytes_of_page(layout.groups[group], index, num_tokens, layout.block_tokens)
-    seed = hashlib.sha256(f"{layer} {block} {list(tokens[:end])}".encode()).digest()
+    seed = hashlib.sha256(f"{group} {index} {block} {list(tokens[:end])}".encode()).digest()
     return hashlib.shake_128(seed).digest(size)
 
 
@@ -100,7 +113,12 @@ class ScriptedEngine:
         self.gate.set()
         self.max_prefill_steps: int | None = None
         """After so many prefill steps, every further one waits for the gate that it clears."""
-        self.layers = sorted(layer for spec in cache.layout.groups for layer in spec.layers)
+        self.places = [
+            (group, index)
+            for group, spec in enumerate(cache.layout.groups)
+            for index in range(spec.pages_per_block)
+        ]
+        """(group, index) of every page of a block."""
         self._queue: list[_Sequence] = []
         self._ended: list[EngineEvent] = []
         self._step_count = 0
@@ -190,9 +208,9 @@ class ScriptedEngine:
         blocks = list(whole)
         if is_last and end % BLOCK_TOKENS and sink is not None:
             blocks.append(end // BLOCK_TOKENS)
-        for layer in self.layers:
+        for group, index in self.places:
             for block in blocks:
-                self._write(sequence, layer, block, end)
+                self._write(sequence, group, index, block, end)
             self.num_layers_run += 1
         for group in range(len(layout.groups)):
             for block in whole:
@@ -203,15 +221,19 @@ class ScriptedEngine:
         if sink is not None:
             sink.progress(end)
 
-    def _write(self, sequence: _Sequence, layer: int, block: int, end: int) -> None:
+    def _write(self, sequence: _Sequence, group: int, index: int, block: int, end: int) -> None:
         table, layout, sink = sequence.submission.table, self.cache.layout, sequence.submission.sink
-        ((group, index),) = layout.groups_of_layer(layer)
         if table.is_committed(group, block):
+            return
+        stop = min(end, (block + 1) * BLOCK_TOKENS)
+        num_prompt = len(sequence.prompt)
+        is_kept = stop in (num_prompt, replay_boundary(num_prompt, BLOCK_TOKENS))
+        if isinstance(layout.groups[group], StateSpec) and not is_kept:
             return
         pages = table.try_allocate(group, block)
         if pages is None:
             return
-        data = page_bytes(layout, layer, block, sequence.prompt[:end])
+        data = page_bytes(layout, group, index, block, sequence.prompt[:end])
         table.view(pages[index])[: len(data)] = data
         needed = needed_blocks(layout.groups[group], len(sequence.prompt), BLOCK_TOKENS)
         if sink is not None and block in needed:
@@ -265,10 +287,10 @@ class ScriptedEngine:
 
     def _check_pages(self, table: BlockTable, prompt: Sequence[int]) -> None:
         layout = self.cache.layout
-        for layer in self.layers:
-            ((group, index),) = layout.groups_of_layer(layer)
+        for group, index in self.places:
             for block in held_blocks(layout.groups[group], table.num_tokens, BLOCK_TOKENS):
                 pages = table.pages(group, block)
-                assert pages is not None, f"layer {layer} block {block} is missing"
-                data = page_bytes(layout, layer, block, prompt[: table.num_tokens])
-                assert table.view(pages[index])[: len(data)] == data, f"layer {layer} block {block}"
+                assert pages is not None, f"group {group} block {block} is missing"
+                data = page_bytes(layout, group, index, block, prompt[: table.num_tokens])
+                page = table.view(pages[index])
+                assert page[: len(data)] == data, f"group {group} page {index} block {block}"

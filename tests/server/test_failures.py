@@ -14,10 +14,12 @@ from prfaas.errors import EngineError
 from prfaas.types import RequestRecord
 from tests.server.fleet import IDENTITY, Fleet, fleet, request, until
 from tests.server.relay import Fault
-from tests.server.scripted_engine import BLOCK_TOKENS, DENSE, HYBRID
+from tests.server.scripted_engine import BLOCK_TOKENS, DENSE, HYBRID, STATES
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-layouts = pytest.mark.parametrize("layout", [DENSE, HYBRID], ids=["dense", "hybrid"])
+layouts = pytest.mark.parametrize(
+    "layout", [DENSE, HYBRID, STATES], ids=["dense", "hybrid", "states"]
+)
 
 NUM_TOKENS = 150
 

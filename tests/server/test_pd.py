@@ -7,10 +7,19 @@ import pytest
 from prfaas.errors import BadRequest, Overloaded
 from prfaas.server.filling import approximate_salt
 from tests.server.fleet import CONTEXT_TOKENS, IDENTITY, evict_all, fleet, prompt, request, until
-from tests.server.scripted_engine import BLOCK_TOKENS, DENSE, END_TOKEN, HYBRID, first_logits
+from tests.server.scripted_engine import (
+    BLOCK_TOKENS,
+    DENSE,
+    END_TOKEN,
+    HYBRID,
+    STATES,
+    first_logits,
+)
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-layouts = pytest.mark.parametrize("layout", [DENSE, HYBRID], ids=["dense", "hybrid"])
+layouts = pytest.mark.parametrize(
+    "layout", [DENSE, HYBRID, STATES], ids=["dense", "hybrid", "states"]
+)
 
 
 @layouts

@@ -27,10 +27,19 @@ from tests.server.fleet import (
     request,
     until,
 )
-from tests.server.scripted_engine import BLOCK_TOKENS, DENSE, HYBRID, VOCAB_SIZE, page_bytes
+from tests.server.scripted_engine import (
+    BLOCK_TOKENS,
+    DENSE,
+    HYBRID,
+    STATES,
+    VOCAB_SIZE,
+    page_bytes,
+)
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-layouts = pytest.mark.parametrize("layout", [DENSE, HYBRID], ids=["dense", "hybrid"])
+layouts = pytest.mark.parametrize(
+    "layout", [DENSE, HYBRID, STATES], ids=["dense", "hybrid", "states"]
+)
 
 
 def asked(num_tokens: int = 100, *, number: int = 0, **changes: object) -> TransferRequest:
@@ -94,8 +103,7 @@ async def test_exactly_the_missing_pages_are_sent_once_each_with_the_right_bytes
         places = places_to_send(layout, 100, have_tokens)
         assert set(received.pages) == {(p.group, p.index, p.block) for p in places}
         for (group, index, block), data in received.pages.items():
-            layer = layout.groups[group].layers[index]
-            assert data == page_bytes(layout, layer, block, tokens)
+            assert data == page_bytes(layout, group, index, block, tokens)
         kinds = [kind for kind, _ in received.frames]
         assert kinds.count(FrameType.FIRST_TOKENS) == kinds.count(FrameType.END) == 1
         assert FrameType.LOGITS not in kinds
@@ -104,7 +112,7 @@ async def test_exactly_the_missing_pages_are_sent_once_each_with_the_right_bytes
 @given(
     num_tokens=st.integers(1, 200),
     have_blocks=st.integers(0, 24),
-    layout=st.sampled_from([DENSE, HYBRID]),
+    layout=st.sampled_from([DENSE, HYBRID, STATES]),
 )
 def test_what_is_held_and_what_is_sent_make_up_what_is_needed(num_tokens, have_blocks, layout):
     have_tokens = min(have_blocks, (num_tokens - 1) // BLOCK_TOKENS) * BLOCK_TOKENS

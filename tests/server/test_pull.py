@@ -14,7 +14,7 @@ from prfaas.transport.messages import TransferTotals
 from prfaas.transport.outgoing import PagePlace
 from prfaas.transport.wire import Frame, FrameHeader, FrameType
 from tests.server.fleet import make_cache, prompt
-from tests.server.scripted_engine import BLOCK_TOKENS, DENSE, HYBRID, page_bytes
+from tests.server.scripted_engine import BLOCK_TOKENS, DENSE, HYBRID, STATES, page_bytes
 
 NUM_TOKENS = 100
 
@@ -49,8 +49,7 @@ def deliver(pull: Pull, place: PagePlace, data: bytes) -> bool:
 
 
 def data_of(cache: PrefixCache, place: PagePlace) -> bytes:
-    layer = cache.layout.groups[place.group].layers[place.index]
-    return page_bytes(cache.layout, layer, place.block, prompt(NUM_TOKENS))
+    return page_bytes(cache.layout, place.group, place.index, place.block, prompt(NUM_TOKENS))
 
 
 def totals(pull: Pull) -> TransferTotals:
@@ -60,7 +59,7 @@ def totals(pull: Pull) -> TransferTotals:
 
 
 @given(
-    layout=st.sampled_from([DENSE, HYBRID]),
+    layout=st.sampled_from([DENSE, HYBRID, STATES]),
     seed=st.integers(0, 10**6),
     fraction=st.floats(0, 1),
 )
@@ -81,6 +80,12 @@ def test_in_any_order_and_cut_anywhere_only_whole_blocks_can_be_hit(layout, seed
     again = cache.lookup(cache.block_keys(prompt(NUM_TOKENS), b""), NUM_TOKENS)
     if layout is DENSE:
         assert again.hit_tokens == (*whole, False).index(False) * BLOCK_TOKENS
+    if layout is STATES:
+        # KV alone is worth nothing: what counts is the state at the last block's start.
+        boundary = NUM_TOKENS // BLOCK_TOKENS
+        has_state = all(p in arrived for p in places if (p.group, p.block) == (1, boundary - 1))
+        has_kv = all(p in arrived for p in places if p.group == 0 and p.block < boundary)
+        assert again.hit_tokens == (boundary * BLOCK_TOKENS if has_state and has_kv else 0)
     assert again.hit_tokens == 0 or len(arrived) > 0
     for place in places:
         if place.block * BLOCK_TOKENS < again.hit_tokens:
@@ -93,7 +98,7 @@ def test_in_any_order_and_cut_anywhere_only_whole_blocks_can_be_hit(layout, seed
     cache.close()
 
 
-@pytest.mark.parametrize("layout", [DENSE, HYBRID], ids=["dense", "hybrid"])
+@pytest.mark.parametrize("layout", [DENSE, HYBRID, STATES], ids=["dense", "hybrid", "states"])
 def test_a_whole_transfer_is_exact_at_the_prompts_end(layout):
     cache = make_cache(layout)
     pull, table = begin(cache)
