@@ -14,6 +14,7 @@ from prfaas.cache.spec import CacheLayout
 from prfaas.engine.batch import Batch, Segment
 from prfaas.engine.chunk_grid import replay_dim
 from prfaas.engine.kv_groups import kv_groups
+from prfaas.engine.layers.moe import MoeMlp
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear, Packing, padded_rows
 from prfaas.engine.model_spec import ModelSpec, ResidualSpec
@@ -90,9 +91,12 @@ class Block:
         else:
             assert self.mixer_residual is not None
             self.mixer_residual.add_to(x_TD, lambda y_TD: mixer(y_TD, batch, layer, on_written))
-        if self.ffn is not None:
+        ffn = self.ffn
+        if isinstance(ffn, MoeMlp):
+            ffn = partial(ffn, num_rows=batch.num_rows)  # padding would need experts of its own
+        if ffn is not None:
             assert self.ffn_residual is not None
-            self.ffn_residual.add_to(x_TD, self.ffn)
+            self.ffn_residual.add_to(x_TD, ffn)
 
 
 class Model:

@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from prfaas.engine.batch import Batch, Segment
 from prfaas.engine.ffn_spec import MoeSpec
 from prfaas.engine.layers.mlp import GatedMlp, PlainMlp
 from prfaas.engine.layers.moe import MoeMlp
 from prfaas.engine.linear import Linear, Packing, is_available, pack, padded_rows
+from prfaas.engine.mixer_spec import NoMixerSpec
+from prfaas.engine.model import Block, Residual
+from prfaas.engine.model_spec import ResidualSpec
+from prfaas.engine.sequence_kv import SequenceKv
 
 PACKINGS: list[Packing] = [
     packing for packing in ("onednn-f32", "padded-f32", "fbgemm-fp16") if is_available(packing)
@@ -249,7 +254,11 @@ def test_padding_rows_reach_no_expert() -> None:
         return call
 
     moe.experts = [counting(expert) for expert in moe.experts]
-    moe(rows(8), 1)
+    residual = Residual(spec=ResidualSpec(), pre_norm=None, post_norm=None)
+    block = Block(mixer=None, mixer_residual=None, ffn=moe, ffn_residual=residual)
+    kv = SequenceKv([NoMixerSpec()], capacity_tokens=64, block_tokens=64)
+    batch = Batch([Segment(kv=kv, tokens=[0], num_logits=0)], "padded-f32")
+    block.add_to(rows(8), batch, 0, lambda: None)
     assert seen == [8] * QWEN.experts_per_token
 
 
