@@ -10,11 +10,18 @@ from torch import Tensor
 
 from prfaas.engine import linear
 from prfaas.engine.attention import attend_steps
+from prfaas.engine.kv import AttentionSpec
 from prfaas.engine.layers.gqa import GqaMixer
 from prfaas.engine.linear import Packing
 from prfaas.engine.loader import load_model
+from prfaas.engine.mixer_spec import GqaSpec, MlaSpec
 from prfaas.engine.model import Model
-from prfaas.engine.numerics import InexactKernelsError, candidate_packings, self_test
+from prfaas.engine.numerics import (
+    InexactKernelsError,
+    candidate_packings,
+    self_test,
+    steps_equal_tiles,
+)
 from prfaas.errors import ConfigError
 from tests.tiny_models import write_tiny_model
 
@@ -100,6 +107,40 @@ def test_steps_that_are_not_exact_are_computed_as_tiles(
     model = load_model(model_dir, dtype="float32")
     assert not any(mixer.attend.has_exact_steps for mixer in attentions(model))
     assert model.numerics_fingerprint == expected.numerics_fingerprint
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GqaSpec(
+            num_heads=8,
+            num_kv_heads=2,
+            head_dim=24,
+            value_head_dim=16,
+            scale=0.2,
+            rope=None,
+            window_tokens=129,
+            has_sinks=True,
+        ),
+        MlaSpec(
+            num_heads=5,
+            latent_dim=32,
+            rope_dim=8,
+            nope_dim=16,
+            value_dim=16,
+            scale=0.2,
+            rope=None,
+        ),
+    ],
+)
+def test_steps_of_sinks_and_latents_are_tested_too(
+    spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert steps_equal_tiles(spec)
+    monkeypatch.setattr(
+        "prfaas.engine.numerics.attend_steps", lambda *a, **k: spoil(attend_steps(*a, **k))
+    )
+    assert not steps_equal_tiles(spec)
 
 
 def packing_that_breaks(broken: set[Packing]) -> object:

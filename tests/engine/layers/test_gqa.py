@@ -3,6 +3,7 @@
 Shapes: T rows, H heads, K key dim, V value dim, D model dim.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -249,10 +250,20 @@ def test_an_imported_sequence_goes_on_with_the_same_bits(name: str) -> None:
     assert torch.equal(torch.cat([expected, out]), whole(mixer, x))
 
 
-def as_transformers(name: str, weights: Weights) -> tuple[Any, Any]:
-    """transformers' attention and rotation with the same weights."""
-    spec = weights.spec
-    sizes: dict[str, Any] = {
+def state_of(weights: Weights, **more: Tensor) -> dict[str, Tensor]:
+    """The checkpoint's tensors; `more` are others or in another form."""
+    state = {f"{part}_proj.weight": weights.proj[part] for part in "qkv"}
+    state["o_proj.weight"] = weights.o
+    if weights.spec.has_qk_norm:
+        state |= {f"{part}_norm.weight": weights.norms[part] for part in "qk"}
+    return state | {name.replace("__", "."): tensor for name, tensor in more.items()}
+
+
+def sizes(spec: GqaSpec, **rope: object) -> dict[str, Any]:
+    assert spec.rope is not None
+    rotary_dim = spec.rope.rotary_dim or spec.head_dim
+    rope = {"rope_type": "default", "partial_rotary_factor": rotary_dim / spec.head_dim} | rope
+    return {
         "hidden_size": HIDDEN,
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
@@ -260,67 +271,65 @@ def as_transformers(name: str, weights: Weights) -> tuple[Any, Any]:
         "attn_implementation": "eager",
         "rms_norm_eps": EPS,
         "num_hidden_layers": 1,
+        "rope_parameters": {"rope_theta": spec.rope.theta} | rope,
     }
-    state = {f"{part}_proj.weight": weights.proj[part] for part in "qkv"}
-    state["o_proj.weight"] = weights.o
-    if spec.has_qk_norm:
-        state |= {f"{part}_norm.weight": weights.norms[part] for part in "qk"}
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if spec.rope is not None:
-        rope["rope_theta"] = spec.rope.theta
-        rope["partial_rotary_factor"] = (spec.rope.rotary_dim or spec.head_dim) / spec.head_dim
-    match name:
-        case "qwen3_next":
-            theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-            config = theirs.Qwen3NextConfig(
-                **sizes, rope_parameters=rope, layer_types=["full_attention"]
-            )
-            by_head = (-1, spec.head_dim, HIDDEN)
-            halves = [weights.proj[part].view(by_head) for part in ("q", "gate")]
-            state["q_proj.weight"] = torch.cat(halves, dim=1).flatten(0, 1)
-            state["q_norm.weight"] = weights.norms["q"] - 1
-            state["k_norm.weight"] = weights.norms["k"] - 1
-            layer = theirs.Qwen3NextAttention(config, 0)
-            rotary = theirs.Qwen3NextRotaryEmbedding(config)
-        case "minimax_m2":
-            theirs = pytest.importorskip("transformers.models.minimax_m2.modeling_minimax_m2")
-            config = theirs.MiniMaxM2Config(**sizes, rope_parameters=rope, rotary_dim=8)
-            layer = theirs.MiniMaxM2Attention(config, 0)
-            rotary = theirs.MiniMaxM2RotaryEmbedding(config)
-        case _:
-            theirs = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
-            rope = {
-                "rope_type": "yarn",
-                "rope_theta": 150_000.0,
-                "factor": 32.0,
-                "original_max_position_embeddings": 4096,
-                "truncate": False,
-            }
-            config = theirs.GptOssConfig(
-                **sizes,
-                rope_parameters=rope,
-                sliding_window=spec.window_tokens,
-                layer_types=["sliding_attention"],
-            )
-            state |= {f"{part}_proj.bias": weights.bias[part] for part in "qkv"}
-            state["o_proj.bias"] = torch.zeros(HIDDEN)
-            assert weights.sinks is not None
-            state["sinks"] = weights.sinks
-            layer = theirs.GptOssAttention(config, 0)
-            rotary = theirs.GptOssRotaryEmbedding(config)
+
+
+def as_qwen3_next(weights: Weights) -> tuple[Any, Any]:
+    """Its gate's rows stand behind the query's, head by head; its norms multiply by 1 + weight."""
+    theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    config = theirs.Qwen3NextConfig(**sizes(QWEN_NEXT), layer_types=["full_attention"])
+    by_head = (-1, QWEN_NEXT.head_dim, HIDDEN)
+    halves = [weights.proj[part].view(by_head) for part in ("q", "gate")]
+    layer = theirs.Qwen3NextAttention(config, 0)
+    state = state_of(
+        weights,
+        q_proj__weight=torch.cat(halves, dim=1).flatten(0, 1),
+        q_norm__weight=weights.norms["q"] - 1,
+        k_norm__weight=weights.norms["k"] - 1,
+    )
     layer.load_state_dict(state, strict=True)
-    return layer, rotary
+    return layer, theirs.Qwen3NextRotaryEmbedding(config)
+
+
+def as_minimax_m2(weights: Weights) -> tuple[Any, Any]:
+    theirs = pytest.importorskip("transformers.models.minimax_m2.modeling_minimax_m2")
+    config = theirs.MiniMaxM2Config(**sizes(MINIMAX_M2), rotary_dim=8)
+    layer = theirs.MiniMaxM2Attention(config, 0)
+    layer.load_state_dict(state_of(weights), strict=True)
+    return layer, theirs.MiniMaxM2RotaryEmbedding(config)
+
+
+def as_gpt_oss(weights: Weights) -> tuple[Any, Any]:
+    theirs = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    yarn = {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    config = theirs.GptOssConfig(
+        **sizes(GPT_OSS, rope_type="yarn", **yarn),
+        sliding_window=GPT_OSS.window_tokens,
+        layer_types=["sliding_attention"],
+    )
+    layer = theirs.GptOssAttention(config, 0)
+    assert weights.sinks is not None
+    biases = {f"{part}_proj__bias": weights.bias[part] for part in "qkv"}
+    state = state_of(weights, **biases, o_proj__bias=torch.zeros(HIDDEN), sinks=weights.sinks)
+    layer.load_state_dict(state, strict=True)
+    return layer, theirs.GptOssRotaryEmbedding(config)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "minimax_m2", "gpt_oss"])
-def test_the_layer_is_transformers(name: str) -> None:
-    weights, x = Weights(SPECS[name]), rows(100)
-    layer, rotary = as_transformers(name, weights)
+@pytest.mark.parametrize(
+    ("spec", "theirs"),
+    [(QWEN_NEXT, as_qwen3_next), (MINIMAX_M2, as_minimax_m2), (GPT_OSS, as_gpt_oss)],
+)
+def test_the_layer_is_transformers(
+    spec: GqaSpec, theirs: Callable[[Weights], tuple[Any, Any]]
+) -> None:
+    weights, x = Weights(spec), rows(100)
+    layer, rotary = theirs(weights)
     position = torch.arange(100)
     unseen = position > position[:, None]
-    if weights.spec.window_tokens is not None:
-        unseen |= position <= position[:, None] - weights.spec.window_tokens
+    if spec.window_tokens is not None:
+        unseen |= position <= position[:, None] - spec.window_tokens
     mask = torch.zeros(1, 1, 100, 100).masked_fill_(unseen, float("-inf"))
     with torch.no_grad():
         turns = rotary(x[None], position[None])

@@ -268,110 +268,113 @@ def load(module: Any, **tensors: Tensor | None) -> Any:
     return module.eval()
 
 
-def as_transformers(name: str) -> Any:
-    """transformers' layer with the same weights."""
-    spec, weights = SPECS[name], Weights(SPECS[name])
-    sizes: dict[str, Any] = {
+def sizes(spec: MoeSpec) -> dict[str, Any]:
+    return {
         "hidden_size": HIDDEN,
         "num_experts_per_tok": spec.experts_per_token,
         "moe_intermediate_size": WIDTH,
     }
-    experts = {"experts__down_proj": weights.down}
-    match name:
-        case "qwen":
-            qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
 
-            config = qwen.Qwen3NextConfig(
-                **sizes, num_experts=spec.num_experts, shared_expert_intermediate_size=40
-            )
-            gate, up = weights.shared_up.chunk(2)
-            return load(
-                qwen.Qwen3NextSparseMoeBlock(config),
-                **experts,
-                experts__gate_up_proj=weights.up,
-                gate__weight=weights.router,
-                shared_expert__gate_proj__weight=gate,
-                shared_expert__up_proj__weight=up,
-                shared_expert__down_proj__weight=weights.shared_down,
-                shared_expert_gate__weight=weights.shared_gate,
-            )
-        case "kimi":
-            kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
 
-            config = kimi.KimiLinearConfig(
-                **sizes,
-                num_local_experts=spec.num_experts,
-                n_shared_experts=1,
-                routed_scaling_factor=spec.routed_scale,
-                n_group=spec.num_groups,
-                topk_group=spec.groups_per_token,
-                norm_topk_prob=True,
-            )
-            gate, up = weights.shared_up.chunk(2)
-            return load(
-                kimi.KimiLinearMoE(config),
-                **experts,
-                experts__gate_up_proj=weights.up,
-                gate__weight=weights.router,
-                gate__e_score_correction_bias=weights.selection_bias,
-                shared_experts__gate_proj__weight=gate,
-                shared_experts__up_proj__weight=up,
-                shared_experts__down_proj__weight=weights.shared_down,
-            )
-        case "gpt-oss":
-            oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+def as_qwen(weights: Weights) -> Any:
+    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    config = qwen.Qwen3NextConfig(
+        **sizes(QWEN), num_experts=QWEN.num_experts, shared_expert_intermediate_size=40
+    )
+    gate, up = weights.shared_up.chunk(2)
+    return load(
+        qwen.Qwen3NextSparseMoeBlock(config),
+        experts__gate_up_proj=weights.up,
+        experts__down_proj=weights.down,
+        gate__weight=weights.router,
+        shared_expert__gate_proj__weight=gate,
+        shared_expert__up_proj__weight=up,
+        shared_expert__down_proj__weight=weights.shared_down,
+        shared_expert_gate__weight=weights.shared_gate,
+    )
 
-            config = oss.GptOssConfig(
-                hidden_size=HIDDEN,
-                intermediate_size=WIDTH,
-                num_local_experts=spec.num_experts,
-                num_experts_per_tok=spec.experts_per_token,
-            )
-            assert weights.up_bias is not None
-            # Its gate and up are interleaved, and its matrices transposed.
-            up = torch.stack(weights.up.chunk(2, dim=1), dim=2).flatten(1, 2)
-            up_bias = torch.stack(weights.up_bias.chunk(2, dim=1), dim=2).flatten(1, 2)
-            return load(
-                oss.GptOssMLP(config),
-                experts__gate_up_proj=up.transpose(1, 2),
-                experts__gate_up_proj_bias=up_bias,
-                experts__down_proj=weights.down.transpose(1, 2),
-                experts__down_proj_bias=weights.down_bias,
-                router__weight=weights.router,
-                router__bias=weights.router_bias,
-            )
-        case _:
-            nemotron = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
 
-            config = nemotron.NemotronHConfig(
-                **sizes,
-                n_routed_experts=spec.num_experts,
-                moe_shared_expert_intermediate_size=40,
-                moe_latent_size=spec.latent_size,
-                routed_scaling_factor=1.0,
-                n_group=1,
-                topk_group=1,
-                norm_topk_prob=True,
-            )
-            return load(
-                nemotron.NemotronHMoE(config),
-                **experts,
-                experts__up_proj=weights.up,
-                gate__weight=weights.router,
-                gate__e_score_correction_bias=weights.selection_bias,
-                shared_experts__up_proj__weight=weights.shared_up,
-                shared_experts__down_proj__weight=weights.shared_down,
-                fc1_latent_proj__weight=weights.latent_in,
-                fc2_latent_proj__weight=weights.latent_out,
-            )
+def as_kimi(weights: Weights) -> Any:
+    kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    config = kimi.KimiLinearConfig(
+        **sizes(KIMI),
+        num_local_experts=KIMI.num_experts,
+        n_shared_experts=1,
+        routed_scaling_factor=KIMI.routed_scale,
+        n_group=KIMI.num_groups,
+        topk_group=KIMI.groups_per_token,
+        norm_topk_prob=True,
+    )
+    gate, up = weights.shared_up.chunk(2)
+    return load(
+        kimi.KimiLinearMoE(config),
+        experts__gate_up_proj=weights.up,
+        experts__down_proj=weights.down,
+        gate__weight=weights.router,
+        gate__e_score_correction_bias=weights.selection_bias,
+        shared_experts__gate_proj__weight=gate,
+        shared_experts__up_proj__weight=up,
+        shared_experts__down_proj__weight=weights.shared_down,
+    )
+
+
+def as_gpt_oss(weights: Weights) -> Any:
+    oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = oss.GptOssConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=WIDTH,
+        num_local_experts=GPT_OSS.num_experts,
+        num_experts_per_tok=GPT_OSS.experts_per_token,
+    )
+    assert weights.up_bias is not None
+    # Its gate and up are interleaved, and its matrices transposed.
+    up = torch.stack(weights.up.chunk(2, dim=1), dim=2).flatten(1, 2)
+    up_bias = torch.stack(weights.up_bias.chunk(2, dim=1), dim=2).flatten(1, 2)
+    return load(
+        oss.GptOssMLP(config),
+        experts__gate_up_proj=up.transpose(1, 2),
+        experts__gate_up_proj_bias=up_bias,
+        experts__down_proj=weights.down.transpose(1, 2),
+        experts__down_proj_bias=weights.down_bias,
+        router__weight=weights.router,
+        router__bias=weights.router_bias,
+    )
+
+
+def as_nemotron(weights: Weights) -> Any:
+    nemotron = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
+    config = nemotron.NemotronHConfig(
+        **sizes(NEMOTRON),
+        n_routed_experts=NEMOTRON.num_experts,
+        moe_shared_expert_intermediate_size=40,
+        moe_latent_size=NEMOTRON.latent_size,
+        routed_scaling_factor=1.0,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+    )
+    return load(
+        nemotron.NemotronHMoE(config),
+        experts__up_proj=weights.up,
+        experts__down_proj=weights.down,
+        gate__weight=weights.router,
+        gate__e_score_correction_bias=weights.selection_bias,
+        shared_experts__up_proj__weight=weights.shared_up,
+        shared_experts__down_proj__weight=weights.shared_down,
+        fc1_latent_proj__weight=weights.latent_in,
+        fc2_latent_proj__weight=weights.latent_out,
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen", "kimi", "gpt-oss", "nemotron"])
-def test_the_layer_is_transformers(name: str) -> None:
-    x = rows(48)
+@pytest.mark.parametrize(
+    ("spec", "theirs"),
+    [(QWEN, as_qwen), (KIMI, as_kimi), (GPT_OSS, as_gpt_oss), (NEMOTRON, as_nemotron)],
+)
+def test_the_layer_is_transformers(spec: MoeSpec, theirs: Callable[[Weights], Any]) -> None:
+    weights, x = Weights(spec), rows(48)
     with torch.no_grad():
-        expected = as_transformers(name)(x[None])
+        expected = theirs(weights)(x[None])
     expected = expected[0] if isinstance(expected, tuple) else expected
-    ours = Weights(SPECS[name]).build("padded-f32")(x)
+    ours = weights.build("padded-f32")(x)
     torch.testing.assert_close(ours, expected.view(ours.shape), rtol=1e-4, atol=1e-5)
