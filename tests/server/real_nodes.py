@@ -5,11 +5,11 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from prfaas.cache.options import CacheOptions
 from prfaas.config.options import ModelOptions, NodeConfig
-from prfaas.engine.options import EngineOptions
+from prfaas.engine.options import EngineOptions, Numerics
 from prfaas.server.pd import PdNode, load_pd_node
 from prfaas.server.prefill import PrefillNode, load_prefill_node
 from prfaas.transport.options import TransportOptions
@@ -42,12 +42,19 @@ def config(
     *,
     dtype: Literal["float16", "float32"] = "float16",
     accept_numerics: Literal["equal", "approximate"] = "equal",
+    block_tokens: int = 16,
+    max_context_tokens: int = CONTEXT_TOKENS,
+    numerics: Numerics = "grid",
 ) -> NodeConfig:
     return NodeConfig(
         model=ModelOptions(model=str(model)),
-        cache=CacheOptions(ram_bytes=64 << 20, block_tokens=16),
+        cache=CacheOptions(ram_bytes=64 << 20, block_tokens=block_tokens),
         engine=EngineOptions(
-            threads=1, dtype=dtype, chunk_tokens=64, max_context_tokens=CONTEXT_TOKENS
+            threads=1,
+            dtype=dtype,
+            chunk_tokens=64,
+            max_context_tokens=max_context_tokens,
+            numerics=numerics,
         ),
         transport=replace(TRANSPORT, peer=peer, accept_numerics=accept_numerics),
     )
@@ -59,19 +66,22 @@ def no_progress(stage: str, done: int, total: int) -> None:
 
 @contextlib.asynccontextmanager
 async def real_nodes(
-    pd_model: Path, prefill_model: Path, *, is_approximate: bool = False
+    pd_model: Path, prefill_model: Path, *, is_approximate: bool = False, **settings: Any
 ) -> AsyncIterator[RealNodes]:
-    """Run both; with `is_approximate` the pd node's weights are float32 and it takes what comes."""
-    prefill = load_prefill_node(config(prefill_model), CountedTransfers(), no_progress)
+    """Run both; with `is_approximate` the pd node's weights are float32 and it takes what comes.
+
+    `settings` go to both nodes' `config`.
+    """
+    prefill = load_prefill_node(config(prefill_model, **settings), CountedTransfers(), no_progress)
     host, relay = PrefillHost(lambda: prefill), Relay()
     async with asyncio.TaskGroup() as tasks:
         await host.start(tasks)
         await relay.start(host.port)
         peer = f"127.0.0.1:{relay.port}"
         pd_config = (
-            config(pd_model, peer, dtype="float32", accept_numerics="approximate")
+            config(pd_model, peer, dtype="float32", accept_numerics="approximate", **settings)
             if is_approximate
-            else config(pd_model, peer)
+            else config(pd_model, peer, **settings)
         )
         pd = load_pd_node(pd_config, CountedTransfers(), no_progress)
         await pd.start(tasks)
