@@ -21,6 +21,8 @@ class Segment:
     """Of the file, as far as it is committed."""
     live_bytes: int = 0
     """Of the records that can still be found."""
+    is_suspect: bool = False
+    """A record was damaged: nothing is appended any more, perhaps the file is not even there."""
     keys: list[PageKey] = field(default_factory=list)
     """Every record ever committed to it; some may be dead, or live elsewhere."""
 

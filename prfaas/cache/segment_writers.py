@@ -58,8 +58,10 @@ class SegmentWriters:
 
     def _is_full(self, growing: _Growing, length: int, now_s: float) -> bool:
         age_s = now_s - growing.segment.created_s
-        return growing.end_bytes + length > self._segment_bytes or (
-            self._max_age_s is not None and age_s > self._max_age_s
+        return (
+            growing.segment.is_suspect
+            or growing.end_bytes + length > self._segment_bytes
+            or (self._max_age_s is not None and age_s > self._max_age_s)
         )
 
     def _create(self, tenant: bytes, now_s: float) -> _Growing:

@@ -74,6 +74,7 @@ class Store:
         self._waiting_bytes = 0
         """Of what is queued, and of what is being written."""
         self._is_closing = False
+        self._is_closed = False
         self._pause_s = 0.0
         self._paused_until_s = float("-inf")
         self._num_dropped_full = 0
@@ -179,7 +180,7 @@ class Store:
 
     def _next_batch(self) -> list[Write]:
         """Take as much from the queue as one commit should hold."""
-        limit_bytes = min(_BATCH_BYTES, self._options.max_record_bytes)
+        limit_bytes = min(_BATCH_BYTES, self._options.segment_bytes)
         batch: list[Write] = []
         num_bytes = 0
         while self._queue and (not batch or num_bytes + self._queue[0].length <= limit_bytes):
@@ -291,7 +292,7 @@ class Store:
     def close(self, *, drain: bool = True) -> None:
         """Write what is queued, or with `drain` False give it up; then let others use the directory.
 
-        Nobody reads or puts any more.
+        Nobody reads or puts any more. Again is harmless.
         """
         with self._changed:
             self._is_closing = True
@@ -301,5 +302,9 @@ class Store:
             self._changed.notify_all()
         self._finish(given_up, is_stored=False)
         self._thread.join()
-        self._records.close()
-        self._directory.close()
+        if not self._is_closed:
+            self._is_closed = True
+            try:
+                self._records.close()
+            finally:
+                self._directory.close()

@@ -188,9 +188,11 @@ class Index:
 
     def _check_size(self) -> None:
         """Raise StoreError if the file was cut under its map: a read there would be a SIGBUS."""
-        if self.num_bytes() < self._least_bytes:
+        least_bytes = self._least_bytes  # first: a commit may grow both behind our back
+        found_bytes = self.num_bytes()
+        if found_bytes < least_bytes:
             self.is_usable = False
-            raise StoreError(f"the index {self._path} was cut to {self.num_bytes()} bytes")
+            raise StoreError(f"the index {self._path} was cut to {found_bytes} bytes")
 
     def close(self) -> None:
         """Close the file; nobody reads any more."""

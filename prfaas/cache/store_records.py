@@ -176,6 +176,7 @@ class Records:
             self.counts.num_damaged += 1
             del self._where[key]
             self._stale.add(key)
+            segment.is_suspect = True
             lost_bytes = record.length if record else self._unaccounted_bytes(segment)
             self._account.bury(segment, lost_bytes)
         if is_first:
@@ -212,7 +213,7 @@ class Records:
             now_s = self._wall()
             fresh = list({w.key: w for w in writes if not self.known(w.key)}.values())
             try:
-                self._expire()
+                self._drop_useless()
                 self._make_room(fresh, now_s)
                 stored = [(write.key, *self._append(write, now_s)) for write in fresh]
                 self._writers.sync()
@@ -253,28 +254,37 @@ class Records:
         with self._lock:
             self._stale.difference_update(stale)
 
-    def _expire(self) -> None:
+    def _drop_useless(self) -> None:
         for segment in self._account:
-            if self._is_expired(segment):
+            if self._is_expired(segment) or (segment.is_suspect and not segment.live_bytes):
                 self.counts.num_expired += self._drop(segment)
 
     def _make_room(self, writes: Sequence[Write], now_s: float) -> None:
-        """Evict until `writes` fit; raises StoreError if they never will."""
+        """Evict until `writes` fit; raises StoreError, and evicts nothing, if they never will."""
         by_tenant: Counter[bytes] = Counter()
         for write in writes:
             by_tenant[write.tenant] += write.length
         limit_bytes = self._options.tenant_quota_bytes
         if limit_bytes is not None:
             for tenant, num_bytes in by_tenant.items():
-                while self._account.tenant_bytes(tenant) + num_bytes > limit_bytes:
-                    self._evict_one(now_s, tenant)
+                held_bytes = self._account.tenant_bytes(tenant)
+                self._evict(held_bytes + num_bytes - limit_bytes, held_bytes, now_s, tenant)
         new_bytes = by_tenant.total()
         over_bytes = self._over_bytes(new_bytes)
         if over_bytes > 0 and self._other_bytes:
             self._other_bytes = self._free_others(over_bytes)
             over_bytes = self._over_bytes(new_bytes)
-        while over_bytes > 0:  # not asked again: a file system may take its time to free blocks
-            over_bytes -= self._evict_one(now_s, None)
+        self._evict(over_bytes, self._account.size_bytes, now_s, None)
+
+    def _evict(self, over_bytes: int, held_bytes: int, now_s: float, tenant: bytes | None) -> None:
+        """Evict `over_bytes` of the `held_bytes` of one tenant or, None, of all."""
+        if over_bytes > held_bytes:
+            raise StoreError(f"{over_bytes} bytes would have to go, and {held_bytes} are ours")
+        while over_bytes > 0:  # not measured again: a file system may take time to free blocks
+            segment = self._account.least_useful(now_s, tenant=tenant)
+            assert segment is not None, "more bytes are held than there are"
+            self.counts.num_evicted += self._drop(segment)
+            over_bytes -= segment.size_bytes
 
     def _over_bytes(self, new_bytes: int) -> int:
         """Return what must go before `new_bytes` fit the quota, and the disk with a margin."""
@@ -282,14 +292,6 @@ class Records:
         over_quota_bytes = used_bytes + new_bytes - self._options.quota_bytes
         margin_bytes = self._options.segment_bytes if new_bytes else 0
         return max(over_quota_bytes, new_bytes + margin_bytes - self._files.free_bytes())
-
-    def _evict_one(self, now_s: float, tenant: bytes | None) -> int:
-        """Evict a segment and return its bytes."""
-        segment = self._account.least_useful(now_s, tenant=tenant)
-        if segment is None:
-            raise StoreError("nothing is left to evict, and still they do not fit")
-        self.counts.num_evicted += self._drop(segment)
-        return segment.size_bytes
 
     def _drop(self, segment: Segment, *, zero: bool = False) -> int:
         """Make all records of a segment misses and delete it; return how many there were."""
@@ -367,14 +369,16 @@ class Records:
 
     def close(self) -> None:
         """Keep when each segment was last used, and close all files. Nobody reads any more."""
-        with suppress(StoreError):  # what is stale now is found to be so by the next open
-            self.commit(())
-        for segment in self._account:
-            with suppress(OSError):
-                self._files.set_used_s(segment.number, segment.used_s)
-        self._writers.close()
-        self._index.close()
-        self._files.close()
+        try:
+            with suppress(StoreError):  # what is stale now is found to be so by the next open
+                self.commit(())
+            for segment in self._account:
+                with suppress(OSError):
+                    self._files.set_used_s(segment.number, segment.used_s)
+        finally:
+            self._writers.close()
+            self._index.close()
+            self._files.close()
 
 
 def _read_whole(descriptor: int, key: PageKey, record: Record, parts: Sequence[memoryview]) -> bool:
