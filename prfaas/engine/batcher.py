@@ -269,8 +269,7 @@ class Batcher:
 
     def _plan_decodes(self, draft: _Draft) -> None:
         for entry in sorted(self._running.values(), key=lambda e: e.age):
-            # An older one may have preempted it just now; a longer remainder is prefill, which also
-            # needs room for tokens that were drawn elsewhere.
+            # An older one may have preempted it just now; more (drawn elsewhere) is prefill.
             if entry.key in self._running and self._grow(entry, draft) and entry.num_remaining == 1:
                 draft.decodes.append(entry.key)
 
