@@ -241,7 +241,7 @@ _OLMO: Config = {
     "linear_value_head_dim": 24,
     "linear_conv_kernel_dim": 4,
     "linear_allow_neg_eigval": True,
-    "rope_parameters": None,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
 }
 _MINIMAX: Config = {
     "architectures": ["MiniMaxForCausalLM"],
@@ -327,7 +327,7 @@ _GRANITE: Config = {
     "attention_multiplier": 0.125,
     "embedding_multiplier": 8.0,
     "residual_multiplier": 0.5,
-    "logits_scaling": 0.25,
+    "logits_scaling": 2.0,
     **MAMBA,
 }
 _BAMBA: Config = {

@@ -6,13 +6,14 @@ through the layers and greedy answers vary.
 """
 
 import json
+import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
@@ -73,7 +74,7 @@ def write_tiny_model(directory: Path, family: Family, seed: int = 0, **overrides
     directory.mkdir(parents=True, exist_ok=True)
     config = tiny_config(family) | overrides
     tensors = random_tensors(config, seed)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_safetensors(directory / "model.safetensors", tensors)
     write_json(directory / "config.json", config)
     write_json(
         directory / "tokenizer_config.json",
@@ -88,6 +89,19 @@ def write_tiny_model(directory: Path, family: Family, seed: int = 0, **overrides
     )
     (directory / "tokenizer.json").write_text(tiny_tokenizer().to_str())
     return directory
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
+    """Write float32 tensors; by hand, so that people need no library for it."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, array in tensors.items():
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": (start, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    data = [np.ascontiguousarray(array).data for array in tensors.values()]
+    path.write_bytes(b"".join([struct.pack("<Q", len(text)), text, *data]))
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -115,10 +129,14 @@ def random_tensors(config: Config, seed: int) -> dict[str, Array]:
     """
     model, recorder = model_from_hf(config), Recorder()
     build_model(model, recorder, "padded-f32", model_fingerprint="")
-    return {
+    tensors = {
         name: _random(name, shape, seed, has_unit_offset_norms=model.has_unit_offset_norms)
         for name, shape in sorted(recorder.shapes.items())
     }
+    if model.has_tied_embeddings and model.embedding_scale > 1:
+        # Else a token's own row is its best answer, and every answer repeats one token.
+        tensors["model.embed_tokens.weight"] *= 0.25
+    return tensors
 
 
 def _random(name: str, shape: tuple[int, ...], seed: int, *, has_unit_offset_norms: bool) -> Array:

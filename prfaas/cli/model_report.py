@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from prfaas.cli.layer_pattern import shortest
-from prfaas.engine.config import describe, kv_bytes
+from prfaas.engine.config import kv_bytes
+from prfaas.engine.families.registry import describe
 from prfaas.engine.mixer_spec import KvDtype, MixerSpec, StateTensor
 from prfaas.engine.model_spec import constant_bytes, growth_bytes, layer_groups
 from prfaas.errors import ConfigError

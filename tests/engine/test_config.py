@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.engine.config import kv_bytes, model_from_gguf, model_from_hf
+from prfaas.engine.mixer_spec import GqaSpec, MixerSpec
 from prfaas.engine.rope_spec import LinearScaling, Llama3Scaling, RopeSpec
 from prfaas.errors import ConfigError
 from tests.tiny_configs import FAMILIES, Family, tiny_config
@@ -58,6 +59,11 @@ QWEN3_235B = tiny_config("qwen3") | {
 }
 
 
+def rope_of(layer: MixerSpec) -> RopeSpec | None:
+    assert isinstance(layer, GqaSpec)
+    return layer.rope
+
+
 def config_theta(family: Family) -> float:
     return float(tiny_config(family)["rope_theta"])
 
@@ -67,8 +73,8 @@ def test_every_sixth_gemma_layer_sees_everything() -> None:
     full = [index for index, layer in enumerate(config.layers) if layer.window_tokens is None]
     assert full == [5, 11, 17]
     assert {layer.window_tokens for layer in config.layers} == {None, 512}
-    assert config.layers[5].rope == RopeSpec(theta=1e6)
-    assert config.layers[0].rope == RopeSpec(theta=1e4)
+    assert rope_of(config.layers[5]) == RopeSpec(theta=1e6)
+    assert rope_of(config.layers[0]) == RopeSpec(theta=1e4)
     assert config.embedding_scale == pytest.approx(640**0.5)
     assert config.has_tied_embeddings
 
@@ -92,9 +98,11 @@ def test_a_multimodal_gemma_is_its_text_config() -> None:
         },
     }
     config = model_from_hf(sparse)
-    assert config.layers[5].rope == RopeSpec(theta=1e6, scaling=LinearScaling(factor=8.0))
-    assert config.layers[0].rope == RopeSpec(theta=1e4)
-    assert (config.layers[0].num_heads, config.layers[0].num_kv_heads) == (8, 4)
+    assert rope_of(config.layers[5]) == RopeSpec(theta=1e6, scaling=LinearScaling(factor=8.0))
+    assert rope_of(config.layers[0]) == RopeSpec(theta=1e4)
+    first = config.layers[0]
+    assert isinstance(first, GqaSpec)
+    assert (first.num_heads, first.num_kv_heads) == (8, 4)
     assert config.vocab_size == 262208
 
 
@@ -118,7 +126,7 @@ def test_llama3_scaling_is_read() -> None:
     scaling = Llama3Scaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_tokens=256
     )
-    assert config.layers[0].rope == RopeSpec(theta=config_theta("llama"), scaling=scaling)
+    assert rope_of(config.layers[0]) == RopeSpec(theta=config_theta("llama"), scaling=scaling)
 
 
 def test_qwen3_windows_start_at_max_window_layers() -> None:
@@ -178,8 +186,8 @@ def test_gguf_metadata_that_cannot_be_used_is_named(key: str, value: object, nam
 def test_gguf_linear_rope_scaling_stretches_the_far_seeing_layers() -> None:
     scaled = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
     config = model_from_gguf(GEMMA_3_270M_GGUF | scaled)
-    assert config.layers[5].rope == RopeSpec(theta=1e6, scaling=LinearScaling(factor=8.0))
-    assert config.layers[0].rope == RopeSpec(theta=1e4)
+    assert rope_of(config.layers[5]) == RopeSpec(theta=1e6, scaling=LinearScaling(factor=8.0))
+    assert rope_of(config.layers[0]) == RopeSpec(theta=1e4)
 
 
 def test_kv_bytes_equal_the_published_sizes() -> None:

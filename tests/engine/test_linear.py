@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from prfaas.engine.linear import SHARD_OUTPUTS, Packing, is_available, pack, padded_rows
 
 PACKINGS: tuple[Packing, ...] = ("fbgemm-fp16", "onednn-f32", "padded-f32")
-SHAPES = [(640, 1536), (1024, 640), (64, 512), (96, 20)]
+SHAPES = [(640, 1536), (1024, 640), (64, 512), (96, 20), (64, 1), (72, 4)]
 
 
 @pytest.fixture(params=PACKINGS)
@@ -33,6 +33,14 @@ def test_a_packed_layer_computes_the_product(
     torch.testing.assert_close(pack(weight, packing)(rows).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_bias_is_added_to_the_product(packing: Packing) -> None:
+    weight, bias, rows = torch.randn(20, 96), torch.randn(20), torch.randn(24, 96)
+    expected = pack(weight, packing)(rows) + bias
+    with_bias = pack(weight, packing, bias)
+    bias.zero_()  # the caller's again
+    assert torch.equal(with_bias(rows), expected)
+
+
 def test_a_head_of_several_shards_equals_its_rows_packed_alone() -> None:
     if not is_available("fbgemm-fp16"):
         pytest.skip("this build of torch has no fbgemm")
@@ -52,7 +60,9 @@ def test_rows_do_not_depend_on_their_neighbours(packing_name: Packing, data: st.
         pytest.skip(f"this build of torch does not compute {packing_name}")
     num_inputs, num_outputs = data.draw(st.sampled_from(SHAPES))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
-    linear = pack(torch.randn(num_outputs, num_inputs, generator=generator), packing_name)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator)
+    bias = torch.randn(num_outputs, generator=generator) if data.draw(st.booleans()) else None
+    linear = pack(weight, packing_name, bias)
     num_rows = data.draw(st.integers(2, 250))
     rows = torch.randn(padded_rows(num_rows, packing_name), num_inputs, generator=generator)
     cuts = sorted(data.draw(st.sets(st.integers(1, num_rows - 1), max_size=4)))

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.engine.config import describe, kv_bytes
+from prfaas.engine.config import kv_bytes
+from prfaas.engine.families.registry import describe
 from prfaas.engine.model_spec import constant_bytes, growth_bytes, layer_groups
 
 MODELS = {path.stem: path for path in (Path(__file__).parents[2] / "configs/models").glob("*.json")}

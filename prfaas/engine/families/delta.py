@@ -88,9 +88,9 @@ def olmo_hybrid(fields: Fields) -> ModelSpec:
 
 
 def _olmo_rope(fields: Fields) -> RopeSpec | None:
-    """The released checkpoints encode no positions: rope fields are null or have no theta."""
+    """A theta that is null, as in the released checkpoints, encodes no positions."""
     own = fields.section("rope_parameters") or fields
-    return None if own.get("rope_theta") is None else rope(fields, head_dim_of(fields))
+    return None if own.is_null("rope_theta") else rope(fields, head_dim_of(fields))
 
 
 def kimi_linear(fields: Fields) -> ModelSpec:

@@ -48,6 +48,7 @@ class Fields:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = {name: value for name, value in config.items() if value is not None}
+        self._nulls = config.keys() - self._config.keys()
         self.unsupported: list[str] = []
 
     def get(self, *names: str) -> Any:
@@ -56,6 +57,10 @@ class Fields:
 
     def __contains__(self, name: str) -> bool:
         return name in self._config
+
+    def is_null(self, name: str) -> bool:
+        """Return whether the field is written, as null; for the few that mean something by it."""
+        return name in self._nulls
 
     def integer(self, *names: str, default: int | None = None) -> int:
         """Return a positive integer; raises ConfigError if it is something else, or missing."""

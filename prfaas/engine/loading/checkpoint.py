@@ -92,7 +92,9 @@ def _is_of_further_layer(name: str, model: ModelSpec) -> bool:
     """Whether the tensor is of a layer after the last, which predicts tokens further ahead."""
     match = FURTHER_LAYER.match(name)
     num_layers = len(model.layers)
-    return bool(match) and num_layers <= int(match[1]) < num_layers + model.num_further_layers
+    if match is None:
+        return False
+    return num_layers <= int(match[1]) < num_layers + model.num_further_layers
 
 
 def weights_fingerprint(model_dir: Path) -> str:

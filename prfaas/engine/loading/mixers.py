@@ -14,6 +14,7 @@ from prfaas.engine.layers.gqa import GqaMixer
 from prfaas.engine.layers.kda import KdaMixer
 from prfaas.engine.layers.lightning import LightningMixer
 from prfaas.engine.layers.mamba2 import Mamba2Mixer
+from prfaas.engine.layers.mla import MlaMixer
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.layers.parallel import ParallelMixer
 from prfaas.engine.layers.shortconv import ShortConvMixer
@@ -54,31 +55,33 @@ def add_ropes(parts: Parts, layer: MixerSpec) -> None:
 
 def build_mixer(parts: Parts, layer: MixerSpec, prefix: str) -> Mixer | None:
     """Return the mixer of the layer whose names begin with `prefix`; None if it has none."""
+    mixer: Mixer | None = None
     match layer:
         case GqaSpec():
-            return _gqa(parts, layer, prefix)
+            mixer = _gqa(parts, layer, prefix)
         case MlaSpec():
-            return _mla(parts, layer, prefix)
+            mixer = _mla(parts, layer, prefix)
         case GdnSpec():
-            return _gdn(parts, layer, prefix)
+            mixer = _gdn(parts, layer, prefix)
         case KdaSpec():
-            return _kda(parts, layer, prefix)
+            mixer = _kda(parts, layer, prefix)
         case LightningSpec():
-            return _lightning(parts, layer, prefix)
+            mixer = _lightning(parts, layer, prefix)
         case Mamba2Spec():
-            return _mamba2(parts, layer, prefix)
+            mixer = _mamba2(parts, layer, prefix)
         case ShortConvSpec():
-            return _shortconv(parts, layer, prefix)
+            mixer = _shortconv(parts, layer, prefix)
         case ParallelSpec():
-            return ParallelMixer(
+            mixer = ParallelMixer(
                 layer,
                 attention=_gqa(parts, layer.attention, prefix, key_scale=layer.key_scale),
                 mamba=_mamba2(parts, layer.mamba, prefix, layer.mamba_scales),
             )
         case NoMixerSpec():
-            return None
+            pass
         case _:
             assert_never(layer)
+    return mixer
 
 
 def _gqa(parts: Parts, spec: GqaSpec, prefix: str, *, key_scale: float = 1.0) -> GqaMixer:
@@ -111,7 +114,7 @@ def _gqa(parts: Parts, spec: GqaSpec, prefix: str, *, key_scale: float = 1.0) ->
         o_proj=parts.linear(prefix + names.out, hidden, out_columns, has_bias=spec.has_bias),
         qk_norm=_qk_norm(parts, spec, prefix) if spec.has_qk_norm else None,
         rope=parts.rope(spec.rope, spec.head_dim),
-        **({} if sinks is None else {"sinks_H": sinks}),
+        sinks_H=sinks,
     )
 
 
@@ -132,9 +135,7 @@ def _qk_norm(parts: Parts, spec: GqaSpec, prefix: str) -> RmsNorm:
     )
 
 
-def _mla(parts: Parts, spec: MlaSpec, prefix: str) -> "MlaMixer":
-    from prfaas.engine.layers.mla import MlaMixer
-
+def _mla(parts: Parts, spec: MlaSpec, prefix: str) -> MlaMixer:
     names, hidden = parts.names.mla, parts.model.hidden_size
     prefix += names.prefix
     rank, nope_dim = spec.latent_dim, spec.nope_dim
@@ -143,7 +144,7 @@ def _mla(parts: Parts, spec: MlaSpec, prefix: str) -> "MlaMixer":
     kv_b = parts.weights.take(
         f"{prefix}{names.kv_b}.weight", spec.num_heads * (nope_dim + spec.value_dim), rank
     )
-    by_head = kv_b.unflatten(0, (spec.num_heads, -1)).float()
+    by_head = kv_b.view(spec.num_heads, -1, rank).float()
     gate = None
     if spec.has_output_gate:
         gate = parts.linear(prefix + names.gate, spec.num_heads, hidden)
@@ -169,7 +170,7 @@ def _mla_query(parts: Parts, spec: MlaSpec, prefix: str) -> Linear:
     weight = parts.weights.take(f"{prefix}{name}.weight", spec.num_heads * head_dim, num_inputs)
     order = torch.arange(head_dim)
     order[spec.nope_dim :] = order[spec.nope_dim :][pair_order(spec.rope_dim, spec.rope)]
-    expand = parts.pack(weight.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1))
+    expand = parts.pack(weight.view(-1, head_dim, num_inputs)[:, order].flatten(0, 1))
     if rank is None:
         return expand
     reduce = parts.linear(prefix + names.q_a, rank, hidden)

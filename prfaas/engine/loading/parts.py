@@ -30,7 +30,8 @@ class Projection:
         """Put the rows of each head of `part` in another order, [len(order)] for a head."""
         for tensors in (self.weights, self.biases):
             if part in tensors:
-                by_head = tensors[part].unflatten(0, (-1, len(order)))
+                tensor = tensors[part]
+                by_head = tensor.reshape(-1, len(order), *tensor.shape[1:])
                 tensors[part] = by_head[:, order].flatten(0, 1)
 
     def scale(self, part: str, factor: float) -> None:
@@ -135,8 +136,8 @@ def _split(
 ) -> dict[str, Tensor]:
     """Return the parts of a stored matrix or bias."""
     groups = num_groups if rows.is_by_group else 1
-    by_group = tensor.unflatten(0, (groups, -1))
-    parts = by_group.split([sizes[part] // groups for part in rows.parts], dim=1)
+    by_group = tensor.view(groups, -1, *tensor.shape[1:])
+    parts = torch.split(by_group, [sizes[part] // groups for part in rows.parts], dim=1)
     return {name: part.flatten(0, 1) for name, part in zip(rows.parts, parts, strict=True)}
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from transformers.models.olmo_hybrid.configuration_olmo_hybrid import OlmoHybridConfig
 
 from prfaas.engine.families.registry import describe
 from prfaas.engine.ffn_spec import FfnSpec, MlpSpec, MoeSpec
@@ -104,6 +105,26 @@ def test_granites_multipliers_are_read() -> None:
     residuals = {*model.mixer_residuals, *model.ffn_residuals}
     assert residuals == {ResidualSpec(add_scale=0.22)}
     assert getattr(first(model, "gqa"), "scale", None) == 0.015
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_rope"),
+    [
+        ({}, True),
+        ({"rope_parameters": None}, True),
+        ({"rope_theta": None, "rope_parameters": None}, False),
+        ({"rope_parameters": {"rope_type": "default"}}, True),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, False),
+    ],
+)
+def test_olmo_encodes_no_positions_where_theta_is_null(
+    fields: dict[str, Any], has_rope: bool
+) -> None:
+    config = config_json(CONFIGS["olmo_hybrid"])
+    del config["rope_parameters"]
+    theirs = OlmoHybridConfig(**fields).rope_parameters["rope_theta"]
+    assert (theirs is not None) == has_rope
+    assert (first(describe(config | fields), "gqa").rope is not None) == has_rope
 
 
 def test_experts_come_every_few_layers_but_for_those_listed() -> None:
