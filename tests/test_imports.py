@@ -9,14 +9,20 @@ HEAVY = ("torch", "aiohttp", "lmdb", "transformers", "uvloop", "numpy", "structl
 LIGHT_MODULES = (
     "prfaas.cli.main",
     "prfaas.clock",
+    "prfaas.config.feasibility_file",
     "prfaas.config.load",
+    "prfaas.config.plan_file",
     "prfaas.config.render",
     "prfaas.engine.batcher",
     "prfaas.engine.config",
     "prfaas.engine.submission",
     "prfaas.errors",
+    "prfaas.scheduler.planner",
     "prfaas.scheduler.router",
     "prfaas.scheduler.view",
+    "prfaas.sim.chart_file",
+    "prfaas.sim.feasibility_report",
+    "prfaas.sim.plan_report",
     "prfaas.types",
 )
 
@@ -40,7 +46,7 @@ def test_rooms_without_torch_do_not_load_it():
     assert "torch" not in loaded_heavies(f"import {rooms}")
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["model"], ["verify"], ["chat"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["model"], ["plan"], ["verify"], ["chat"]])
 def test_help_loads_nothing_heavy(command):
     arguments = [*command, "--help"]
     code = f"from prfaas.cli.main import main; main({arguments!r}, standalone_mode=False)"

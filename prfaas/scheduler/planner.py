@@ -64,21 +64,23 @@ def plan_within(model: ThroughputModel, kind: Kind, *, budget_cost: float) -> Pl
     if local_cost is None or (kind != "homogeneous" and prfaas_cost is None):
         raise ValueError("a budget needs a [cost] in every profile")
     budget = budget_cost * (1 + ROUNDING)
-    if kind == "homogeneous" or prfaas_cost is None:
-        counts = [0]
-    else:
-        counts = list(range(1, int(budget / prfaas_cost) + 1))
+    most_prfaas = 0 if kind == "homogeneous" or prfaas_cost is None else int(budget / prfaas_cost)
+    _check_size(budget_cost, most_prfaas)
+    counts = [0] if kind == "homogeneous" else range(1, most_prfaas + 1)
     sizes = [(n, int((budget - n * (prfaas_cost or 0.0)) / local_cost)) for n in counts]
-    num_shapes = len(sizes) if kind == "naive" else sum(local for _, local in sizes)
-    if num_shapes > MAX_SHAPES:
-        raise ValueError(
-            f"a budget of {budget_cost:g} allows {num_shapes:,} shapes; at most {MAX_SHAPES:,} are"
-            " searched"
-        )
+    _check_size(budget_cost, len(sizes) if kind == "naive" else sum(local for _, local in sizes))
     shapes = [shape for n, local in sizes for shape in _splits(kind, n, local)]
     if not shapes:
         raise ValueError(f"a budget of {budget_cost:g} buys no {kind} deployment: {_needs(kind)}")
     return _finished(model, kind, *_best(model, kind, shapes))
+
+
+def _check_size(budget_cost: float, num_shapes: int) -> None:
+    if num_shapes > MAX_SHAPES:
+        raise ValueError(
+            f"a budget of {budget_cost:g} allows {num_shapes:,} shapes or more; at most"
+            f" {MAX_SHAPES:,} are searched"
+        )
 
 
 def best_cut(model: ThroughputModel, shape: Shape) -> int:
