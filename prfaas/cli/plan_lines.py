@@ -67,7 +67,7 @@ def feasibility_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield "implied: T_prefill follows from the paper's Phi_kv, which is therefore not checked here; S_kv and"
     yield "that T_prefill is not below the roofline are. independent: T_prefill is from elsewhere."
-    yield "Phi at most: at the roofline of T_prefill."
+    yield "Phi at most: at the roofline of T_prefill, active weights and attention at the bfloat16 peak."
     yield ""
     for cluster in facts["clusters"]:
         yield (
