@@ -173,24 +173,32 @@ def _run_layer(
     cuts: tuple[int, ...],
     prompt_end: int | None = None,
 ) -> Tensor:
-    """Return one layer's output rows, computed in pieces, each beside another sequence's rows."""
+    """Return one layer's output rows, computed in pieces.
+
+    Each is beside another sequence's rows, which stand behind it and before it in turn.
+    """
     kv = model.new_kv(capacity_tokens=len(x_TD))
     rows = []
-    for start, stop in pairwise((0, *cuts, len(x_TD))):
+    for number, (start, stop) in enumerate(pairwise((0, *cuts, len(x_TD)))):
         neighbour = model.new_kv(capacity_tokens=NUM_NEIGHBOUR_TOKENS)
         tokens, others = [0] * (stop - start), [0] * NUM_NEIGHBOUR_TOKENS
         segments = [
             Segment(kv=kv, tokens=tokens, num_logits=0, prompt_end=prompt_end),
             Segment(kv=neighbour, tokens=others, num_logits=0, prompt_end=0),
         ]
+        first = 0
+        if number % 2:
+            segments.reverse()
+            first = NUM_NEIGHBOUR_TOKENS
+        own = slice(first, first + stop - start)
         for segment in segments:
             if (state := segment.kv.states[index]) is not None:
                 state.begin(segment.kv.num_tokens, ())
         batch = Batch(segments, model.packing)
         piece_TD = x_TD.new_ones(len(batch.tokens_T), x_TD.shape[1])
-        piece_TD[: stop - start] = x_TD[start:stop]
+        piece_TD[own] = x_TD[start:stop]
         model.layers[index].add_to(piece_TD, batch, index, _ignore)
-        rows.append(piece_TD[: stop - start])
+        rows.append(piece_TD[own])
         kv.num_tokens = stop
     return torch.cat(rows)
 

@@ -1,8 +1,9 @@
 """The start-up self-test: it passes here, names what is broken, and does not depend on threads."""
 
 from concurrent.futures import Executor
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from prfaas.engine import linear
 from prfaas.engine.attention import attend_steps
 from prfaas.engine.kv import AttentionSpec
 from prfaas.engine.layers.gqa import GqaMixer
+from prfaas.engine.layers.moe import MoeMlp
+from prfaas.engine.layers.parallel import ParallelMixer
 from prfaas.engine.linear import Packing
 from prfaas.engine.loader import load_model
 from prfaas.engine.mixer_spec import GqaSpec, MlaSpec
@@ -22,8 +25,16 @@ from prfaas.engine.numerics import (
     self_test,
     steps_equal_tiles,
 )
+from prfaas.engine.options import Numerics
+from prfaas.engine.states import State
 from prfaas.errors import ConfigError
-from tests.tiny_models import write_tiny_model
+from tests.engine.golden import load
+from tests.tiny_models import Family, write_tiny_model
+
+
+@cache
+def tiny(family: Family, numerics: Numerics = "grid") -> Model:
+    return load(family, numerics=numerics)
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +166,77 @@ def packing_that_breaks(broken: set[Packing]) -> object:
         return (lambda x_MK: spoil(exact(x_MK))) if packing in broken else exact
 
     return pack
+
+
+@pytest.mark.parametrize(
+    ("family", "numerics", "word"),
+    [
+        ("gemma3", "grid", "exact"),
+        ("gemma3", "strict", "exact"),  # attention alone: strict changes nothing
+        ("qwen3_5", "grid", "exact-chunk64"),
+        ("qwen3_5", "strict", "exact-strict64"),
+    ],
+)
+def test_the_fingerprint_says_which_cuts_keep_the_bits(
+    family: Family, numerics: Numerics, word: str
+) -> None:
+    model = tiny(family, numerics)
+    assert model.numerics_fingerprint.split()[-2] == word
+
+
+def test_attention_alone_has_one_fingerprint_whatever_the_mode() -> None:
+    fingerprints = {tiny("gemma3", mode).numerics_fingerprint for mode in ("grid", "strict")}
+    assert len(fingerprints) == 1
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "minimax", "falcon_h1", "lfm2"])
+def test_steps_that_depend_on_their_neighbours_are_found(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(family)
+    core = linear_core(model)
+    exact = core.step
+
+    def step(rows_SR: Tensor, states: list[State]) -> tuple[Tensor, list[State]]:
+        out_SX, after = exact(rows_SR, states)
+        return (spoil(out_SX) if len(states) == 2 else out_SX), after
+
+    monkeypatch.setattr(core, "step", step)
+    with pytest.raises(InexactKernelsError, match=r"layer \d, token by token"):
+        self_test(model)
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "minimax", "falcon_h1"])
+def test_chunks_that_depend_on_those_beside_them_are_found(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(family)
+    core = linear_core(model)
+    exact = core.scan
+
+    def scan(rows_TR: Tensor, state: State, stops: list[int]) -> tuple[Tensor, list[State]]:
+        out_TX, states = exact(rows_TR, state, stops)
+        return (spoil(out_TX) if len(rows_TR) == 128 else out_TX), states
+
+    monkeypatch.setattr(core, "scan", scan)
+    with pytest.raises(InexactKernelsError, match=r"layer \d: "):
+        self_test(model)
+
+
+def test_an_expert_whose_rows_depend_on_their_neighbours_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny("qwen3_moe")
+    moe = next(layer.ffn for layer in model.layers if isinstance(layer.ffn, MoeMlp))
+    exact = moe.experts[0]
+    broken = [lambda x_TD: spoil(exact(x_TD)), *moe.experts[1:]]
+    monkeypatch.setattr(moe, "experts", broken)
+    with pytest.raises(InexactKernelsError, match=r"layer 0: "):
+        self_test(model)
+
+
+def linear_core(model: Model) -> Any:
+    """The recurrence of the first linear mixer."""
+    index = next(i for i, layer in enumerate(model.config.layers) if layer.states)
+    mixer: Any = model.layers[index].mixer
+    return mixer.mamba.core if isinstance(mixer, ParallelMixer) else mixer.core

@@ -7,7 +7,7 @@ from transformers.models.olmo_hybrid.configuration_olmo_hybrid import OlmoHybrid
 
 from prfaas.engine.families.registry import describe
 from prfaas.engine.ffn_spec import FfnSpec, MlpSpec, MoeSpec
-from prfaas.engine.mixer_spec import MixerSpec
+from prfaas.engine.mixer_spec import GqaSpec, MixerSpec
 from prfaas.engine.model_spec import ModelSpec, ResidualSpec
 from tests.engine.families.tiny_hf import config_json, hf_configs
 
@@ -122,9 +122,11 @@ def test_olmo_encodes_no_positions_where_theta_is_null(
 ) -> None:
     config = config_json(CONFIGS["olmo_hybrid"])
     del config["rope_parameters"]
-    theirs = OlmoHybridConfig(**fields).rope_parameters["rope_theta"]
-    assert (theirs is not None) == has_rope
-    assert (first(describe(config | fields), "gqa").rope is not None) == has_rope
+    theirs: Any = OlmoHybridConfig(**fields).rope_parameters
+    assert (theirs["rope_theta"] is not None) == has_rope
+    layer = first(describe(config | fields), "gqa")
+    assert isinstance(layer, GqaSpec)
+    assert (layer.rope is not None) == has_rope
 
 
 def test_experts_come_every_few_layers_but_for_those_listed() -> None:
