@@ -5,33 +5,26 @@ record can be found. Removal goes the other way: it cannot be found, the file go
 goes with the next commit. In between an entry may point at nothing; then it is a miss.
 """
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from errno import EAGAIN, EMFILE, ENFILE, ENOMEM
 from pathlib import Path
 
 from prfaas.cache.options import StoreOptions
 from prfaas.cache.pool import PageKey
 from prfaas.cache.segment_account import Segment
 from prfaas.cache.segment_writers import SegmentWriters
-from prfaas.cache.segments import SegmentFiles, read_at, record_checksum
+from prfaas.cache.segments import SegmentFiles, record_checksum
 from prfaas.cache.store_directory import INDEX_NAME, ZEROING_NAME
 from prfaas.cache.store_index import Index, Record, encode_key
 from prfaas.cache.store_load import load
+from prfaas.cache.store_read import Read, read_segment
 from prfaas.cache.store_types import Listed, RecordCounts, RecordStats, Wanted, Write
 from prfaas.clock import Clock
 from prfaas.errors import StoreError
 from prfaas.log import get_logger
-
-_Read = tuple[int, Record]
-"""Position among the wanted, and where the bytes lie."""
-
-_TRANSIENT = {EMFILE, ENFILE, ENOMEM, EAGAIN}
-"""What says nothing about the file: a miss this time."""
 
 
 class Records:
@@ -50,6 +43,7 @@ class Records:
         free_others: Callable[[int], int] = lambda _needed: 0,
     ) -> None:
         self._options = options
+        self._ttl_s = options.ttl_s
         self._wall = wall
         self._free_others = free_others
         """Bytes to spare -> bytes that other generations still take, after deleting some of them."""
@@ -90,11 +84,10 @@ class Records:
     def known(self, key: PageKey) -> bool:
         """Return whether a record has this key. Takes no lock and touches no disk."""
         segment = self._where.get(key)
-        return segment is not None and not self._is_expired(segment)
+        return segment is not None and (self._ttl_s is None or not self._is_expired(segment))
 
     def _is_expired(self, segment: Segment) -> bool:
-        ttl_s = self._options.ttl_s
-        return ttl_s is not None and self._wall() >= segment.created_s + ttl_s
+        return self._ttl_s is not None and self._wall() >= segment.created_s + self._ttl_s
 
     def get_many(self, wanted: Sequence[Wanted], *, is_use: bool = True) -> list[bool]:
         """Fill each key's buffers with its bytes; False where that is a miss.
@@ -103,14 +96,12 @@ class Records:
         `is_use` counts hits and keeps what was found from being evicted soon.
         """
         found = [False] * len(wanted)
-        places: dict[int, list[tuple[int, Record]]] = {}
-        for position, (key, _) in enumerate(wanted):
-            record = self._record(key)
-            if record is not None:
-                places.setdefault(record.segment, []).append((position, record))
+        places: dict[int, list[Read]] = {}
+        for position, record in self._look_up([key for key, _ in wanted]):
+            places.setdefault(record.segment, []).append((position, record))
         for number, reads in places.items():
             reads.sort(key=lambda read: read[1].offset)
-            whole, damaged = self._read_segment(number, reads, wanted)
+            whole, damaged = read_segment(self._files, number, reads, wanted)
             for position, record in damaged:
                 self._bury(wanted[position][0], record)
             for position, _ in whole:
@@ -127,38 +118,19 @@ class Records:
             self.counts.hit_bytes += sum(part.nbytes for _, parts in hits for part in parts)
             self.counts.num_misses += len(wanted) - len(hits)
 
-    def _record(self, key: PageKey) -> Record | None:
-        if not self.known(key):
-            return None
+    def _look_up(self, keys: Sequence[PageKey]) -> Iterator[Read]:
+        """Yield where the bytes of each known key lie."""
+        positions = [position for position, key in enumerate(keys) if self.known(key)]
         try:
-            record = self._index.get(key)
+            records = self._index.get_many([keys[position] for position in positions])
         except StoreError as error:
             self._forget_all(str(error))
-            return None
-        if record is None:
-            self._bury(key, None)
-        return record
-
-    def _read_segment(
-        self, number: int, reads: Sequence[_Read], wanted: Sequence[Wanted]
-    ) -> tuple[list[_Read], Sequence[_Read]]:
-        """Return those of the reads that gave the very bytes that were stored, and the damaged."""
-        whole: list[_Read] = []
-        damaged: list[_Read] = []
-        try:
-            with self._files.opened(number) as descriptor:
-                for _, record in reads:
-                    os.posix_fadvise(
-                        descriptor, record.offset, record.length, os.POSIX_FADV_WILLNEED
-                    )
-                for read in reads:
-                    key, parts = wanted[read[0]]
-                    is_whole = _read_whole(descriptor, key, read[1], parts)
-                    (whole if is_whole else damaged).append(read)
-        except OSError as error:
-            if error.errno not in _TRANSIENT:
-                return [], reads
-        return whole, damaged
+            return
+        for position, record in zip(positions, records, strict=True):
+            if record is None:
+                self._bury(keys[position], None)
+            else:
+                yield position, record
 
     def _bury(self, key: PageKey, record: Record | None) -> None:
         """Make a damaged record a miss from now on, unless it was evicted or replaced meanwhile.
@@ -379,14 +351,3 @@ class Records:
             self._writers.close()
             self._index.close()
             self._files.close()
-
-
-def _read_whole(descriptor: int, key: PageKey, record: Record, parts: Sequence[memoryview]) -> bool:
-    if sum(part.nbytes for part in parts) != record.length:
-        return False
-    with suppress(OSError):  # a disk that cannot read this record may well read the next
-        return (
-            read_at(descriptor, parts, record.offset)
-            and record_checksum(encode_key(key), parts) == record.checksum
-        )
-    return False

@@ -16,7 +16,7 @@ from pathlib import Path
 import lmdb
 
 from prfaas.cache.store_directory import INDEX_NAME
-from prfaas.cache.store_index import open_index, unpack
+from prfaas.cache.store_index import is_sound, open_index
 from prfaas.errors import StoreError
 
 _NEW_NAME = "index.new.mdb"
@@ -108,7 +108,7 @@ def copy_index(source: Path, target: Path) -> None:
             if name <= last:  # a cycle would never end
                 raise DamagedIndex("the keys are out of order")
             last = name
-            if unpack(name, value) is not None:
+            if is_sound(name, value):
                 batch.append((name, value))
             if len(batch) == _BATCH:
                 _append(new, batch)

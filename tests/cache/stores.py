@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def put(store: Store, key: PageKey, content: bytes, **how: Any) -> bool:
     """Put in three parts, as pages are."""
     view = memoryview(content)
     cuts = [0, len(view) // 3, len(view) // 2, len(view)]
-    return store.put(key, [view[a:b] for a, b in zip(cuts, cuts[1:], strict=False)], **how)
+    return store.put(key, [view[a:b] for a, b in pairwise(cuts)], **how)
 
 
 def get(store: Store, key: PageKey, length: int) -> bytes | None:

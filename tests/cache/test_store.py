@@ -2,6 +2,8 @@
 
 import os
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -35,17 +37,17 @@ def directory(tmp_path):
 class Gate:
     """Holds the writing thread before it writes bytes."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.reached = threading.Event()
         write = os.pwritev
 
-        def gated(*arguments):
+        def gated(*arguments: Any) -> int:
             self.reached.set()
             assert self.open.wait(60)
             return write(*arguments)
 
-        monkeypatch.setattr(segments.os, "pwritev", gated)
+        monkeypatch.setattr(os, "pwritev", gated)
 
 
 def test_a_record_is_found_again_in_the_same_bytes(directory):
@@ -103,7 +105,7 @@ def test_a_record_of_another_length_is_a_miss_for_good(directory):
 
 def test_what_waits_is_not_yet_known_and_its_pages_are_given_back_once(directory, monkeypatch):
     gate = Gate(monkeypatch)
-    outcomes = []
+    outcomes: list[bool] = []
     with opened(directory) as store:
         assert put(store, key_of(1), b"first", done=outcomes.append)
         assert gate.reached.wait(60)
@@ -149,7 +151,7 @@ def test_closing_writes_what_waits(directory, monkeypatch):
 def test_closing_without_draining_gives_up_what_waits_and_says_so(directory, monkeypatch):
     gate = Gate(monkeypatch)
     store = open_store(directory)
-    outcomes = {}
+    outcomes: dict[int, bool] = {}
     put(store, key_of(0), b"being written", done=lambda ok: outcomes.update({0: ok}))
     assert gate.reached.wait(60)
     put(store, key_of(1), b"waiting", done=lambda ok: outcomes.update({1: ok}))
@@ -164,7 +166,7 @@ def test_closing_without_draining_gives_up_what_waits_and_says_so(directory, mon
         assert (store.known(key_of(0)), store.known(key_of(1))) == (True, False)
 
 
-def file_bytes(directory):
+def file_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
@@ -321,13 +323,14 @@ def test_the_time_of_other_models_records_runs_out_too(directory):
 
 @pytest.mark.parametrize("zero", [False, True])
 def test_clear_removes_everything(directory, zero, monkeypatch):
-    overwritten = []
+    overwritten: list[memoryview] = []
     real = segments.write_at
-    monkeypatch.setattr(
-        segments,
-        "write_at",
-        lambda fd, parts, offset: (overwritten.extend(parts), real(fd, parts, offset)),
-    )
+
+    def watched(fd: int, parts: list[memoryview], offset: int) -> None:
+        overwritten.extend(parts)
+        real(fd, parts, offset)
+
+    monkeypatch.setattr(segments, "write_at", watched)
     with opened(directory) as store:
         fill(store, range(40), 30_000)
         store.clear(zero=zero)
@@ -349,13 +352,14 @@ def test_zeroing_that_was_interrupted_goes_on_at_the_next_open(directory, monkey
     monkeypatch.undo()
     store.close()
     assert segments_of(directory)
-    zeroed = []
+    zeroed: list[int] = []
     real = segments.SegmentFiles._overwrite
-    monkeypatch.setattr(
-        segments.SegmentFiles,
-        "_overwrite",
-        lambda files, number: (zeroed.append(number), real(files, number)),
-    )
+
+    def watched(files: segments.SegmentFiles, number: int) -> None:
+        zeroed.append(number)
+        real(files, number)
+
+    monkeypatch.setattr(segments.SegmentFiles, "_overwrite", watched)
     with opened(directory) as store:
         assert len(zeroed) > 1
         assert store.stats().records.num_records == 0

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import lmdb
 import pytest
 import structlog
 
-from prfaas.cache import segment_writers, segments, store_scan
+from prfaas.cache import segments
 from prfaas.cache.store_directory import generation_name
 from prfaas.cache.store_index import Index
 from prfaas.errors import ConfigError, StoreError
@@ -106,6 +107,8 @@ def test_a_segment_that_is_no_longer_its_file_is_a_miss(directory, is_open, inst
             os.mkfifo(path)
         case "directory":
             path.mkdir()
+        case _:
+            assert instead == "nothing"
     if not is_open:
         store = open_store(directory)
     assert whole(store, range(5)) == []
@@ -141,8 +144,8 @@ def test_no_file_left_to_open_is_a_miss_once_and_not_the_end_of_the_record(direc
         assert whole(store, range(3)) == [0, 1, 2]
 
 
-def raising(error):
-    def fail(*_, **__):
+def raising(error: BaseException) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     return fail
@@ -206,7 +209,8 @@ def damage_index(path: Path, how: str) -> None:
             kept = path.parent.parent.parent / "kept"
             path.rename(kept)
             path.symlink_to(kept)
-        case "pipe":
+        case _:
+            assert how == "pipe"
             path.unlink()
             os.mkfifo(path)
 
@@ -286,7 +290,7 @@ def test_a_reader_that_was_killed_from_outside_says_nothing_of_the_index(directo
         fill(store, range(5))
     killed = subprocess.CompletedProcess([], -signal.SIGKILL, stderr=b"")
     with monkeypatch.context() as patch:
-        patch.setattr(store_scan.subprocess, "run", lambda *_, **__: killed)
+        patch.setattr(subprocess, "run", lambda *_, **__: killed)
         with pytest.raises(ConfigError, match="signal 9"):
             open_store(directory)
     with opened(directory) as store:
@@ -312,7 +316,7 @@ def test_a_directory_deleted_under_a_running_store_ends_in_misses(directory):
     store = open_store(directory)
     fill(store, range(5))
     shutil.rmtree(directory)
-    outcomes = []
+    outcomes: list[bool] = []
     assert whole(store, range(5)) == []
     put(store, key_of(9), b"later", done=outcomes.append)
     store.flush()
@@ -323,10 +327,15 @@ def test_a_directory_deleted_under_a_running_store_ends_in_misses(directory):
 def test_an_entry_of_the_index_that_was_changed_is_a_miss(directory, monkeypatch):
     with opened(directory) as store:
         fill(store, range(5))
-        real = Index.get
+        real = Index.get_many
         lost = key_of(3)
         monkeypatch.setattr(
-            Index, "get", lambda index, key: None if key == lost else real(index, key)
+            Index,
+            "get_many",
+            lambda index, keys: [
+                None if key == lost else record
+                for key, record in zip(keys, real(index, keys), strict=True)
+            ],
         )
         assert whole(store, range(5)) == [0, 1, 2, 4]
         monkeypatch.undo()
@@ -340,9 +349,9 @@ def test_an_entry_of_the_index_that_was_changed_is_a_miss(directory, monkeypatch
 @pytest.mark.parametrize(
     ("where", "name", "error"),
     [
-        (segments.os, "pwritev", OSError(errno.ENOSPC, "No space left on device")),
-        (segments.os, "pwritev", OSError(errno.EIO, "Input/output error")),
-        (segment_writers.os, "fdatasync", OSError(errno.EIO, "Input/output error")),
+        (os, "pwritev", OSError(errno.ENOSPC, "No space left on device")),
+        (os, "pwritev", OSError(errno.EIO, "Input/output error")),
+        (os, "fdatasync", OSError(errno.EIO, "Input/output error")),
         (segments.SegmentFiles, "create", OSError(errno.EROFS, "Read-only file system")),
         (segments.SegmentFiles, "sync_names", OSError(errno.EIO, "Input/output error")),
         (Index, "apply", StoreError("the index is full")),
@@ -355,7 +364,7 @@ def test_what_could_not_be_written_is_a_miss_until_it_can(
     clock = Hand()
     with opened(directory, clock=clock) as store:
         fill(store, range(3))
-    outcomes = []
+    outcomes: list[bool] = []
     store = open_store(directory, clock=clock)
     with monkeypatch.context() as patch, structlog.testing.capture_logs() as logs:
         patch.setattr(where, name, raising(error))
@@ -389,9 +398,7 @@ def test_half_a_write_is_taken_back(directory, monkeypatch):
     clock = Hand()
     with opened(directory, clock=clock) as store:
         fill(store, range(2))
-        monkeypatch.setattr(
-            segments.os, "pwritev", lambda fd, parts, at: real(fd, [parts[0][:100]], at)
-        )
+        monkeypatch.setattr(os, "pwritev", lambda fd, parts, at: real(fd, [parts[0][:100]], at))
         put(store, key_of(2), bytes_of(2, 10_000))
         store.flush()
         monkeypatch.undo()
@@ -402,7 +409,7 @@ def test_half_a_write_is_taken_back(directory, monkeypatch):
 
 
 def test_an_error_of_our_own_ends_the_thread_but_gives_every_page_back(directory, monkeypatch):
-    outcomes = []
+    outcomes: list[bool] = []
     monkeypatch.setattr("threading.excepthook", lambda *_: None)
     store = open_store(directory)
     monkeypatch.setattr(Index, "apply", raising(ZeroDivisionError()))
@@ -497,6 +504,6 @@ def test_lmdb_is_not_asked_whether_a_key_is_known(directory, monkeypatch):
     with opened(directory) as store:
         fill(store, range(3))
         with monkeypatch.context() as patch:
-            patch.setattr(Index, "get", raising(lmdb.Error("asked")))
+            patch.setattr(Index, "get_many", raising(lmdb.Error("asked")))
             assert [store.known(key_of(n)) for n in range(4)] == [True, True, True, False]
         assert get(store, key_of(0), 10_000)
