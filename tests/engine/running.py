@@ -45,7 +45,7 @@ def tiny(family: Family, dtype: Literal["float16", "float32"]) -> Model:
 
 @cache
 def tiny_hybrid(family: Family, numerics: Numerics = "grid", **overrides: object) -> Model:
-    """A loaded model of a family with linear mixers."""
+    """A loaded model of any family, as its tiny config describes it."""
     with TemporaryDirectory() as directory:
         path = write_tiny_model(Path(directory), family, 0, **overrides)
         return load_model(path, dtype="float32", numerics=numerics)
