@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from prfaas.cache.spec import CacheLayout, FullSpec, StateSpec
 from prfaas.engine.sequence import RequestState, check_submission
 from prfaas.engine.submission import Submission
 from prfaas.errors import BadRequest
@@ -26,7 +27,9 @@ def submission():
 
 
 def state_of(submission: Submission) -> RequestState:
-    return RequestState(submission=submission, max_total_tokens=25, open_choices=[0, 1])
+    return RequestState(
+        submission=submission, max_total_tokens=25, published_tokens=25, open_choices=[0, 1]
+    )
 
 
 def changed(submission: Submission, **fields) -> Submission:
@@ -83,3 +86,14 @@ def test_what_the_client_must_change_is_named(submission, fields, message):
 def test_what_fits_is_accepted(submission):
     check(submission)
     check(changed(submission, prompt_tokens=(511,) * 63))
+
+
+def test_where_logits_are_wanted_a_state_is_only_of_use_at_a_boundary(submission):
+    full = FullSpec(name="full", layers=(0,), page_bytes=64)
+    state = StateSpec(name="state", layers=(1,), page_bytes=64, state_bytes=64)
+    attention = CacheLayout(block_tokens=16, groups=(full,))
+    hybrid = CacheLayout(block_tokens=16, groups=(full, state))
+    reusable = [state_of(submission).num_reusable(layout) for layout in (attention, hybrid)]
+    assert reusable == [19, 16]
+    forced = state_of(replace(submission, forced_tokens=((3,), (4,))))
+    assert [forced.num_reusable(layout) for layout in (attention, hybrid)] == [20, 20]
