@@ -22,6 +22,7 @@ from prfaas.errors import StoreError
 _NEW_NAME = "index.new.mdb"
 _SCAN_TIMEOUT_S = 900.0
 _BATCH = 10_000
+_LEAST_FREE_BYTES = 4 << 20
 _DAMAGED, _NO_ROOM, _FAILED = 3, 4, 5
 
 
@@ -95,6 +96,7 @@ def copy_index(source: Path, target: Path) -> None:
         NoRoom: the disk is full.
         DamagedIndex: its tree is out of order.
         lmdb.Error: LMDB found other damage, or cannot do its work.
+        StoreError: the copy cannot be written for another reason.
     """
     with (
         open_index(source, readonly=True) as old,
@@ -121,8 +123,15 @@ def _append(environment: lmdb.Environment, batch: list[tuple[bytes, bytes]]) -> 
         with environment.begin(write=True) as transaction, transaction.cursor() as cursor:
             cursor.putmulti(batch, append=True)
         environment.sync(force=True)
-    except lmdb.DiskError as error:
-        raise NoRoom(str(error)) from error
+    except lmdb.Error as error:
+        # LMDB calls a write that was cut short by a full disk an input/output error.
+        is_full = isinstance(error, lmdb.DiskError) or _free_bytes(environment) < _LEAST_FREE_BYTES
+        raise (NoRoom if is_full else StoreError)(str(error)) from error
+
+
+def _free_bytes(environment: lmdb.Environment) -> int:
+    status = os.statvfs(Path(environment.path()).parent)
+    return status.f_bavail * status.f_frsize
 
 
 def main(argv: list[str]) -> int:
@@ -134,9 +143,11 @@ def main(argv: list[str]) -> int:
         copy_index(Path(argv[0]), Path(argv[1]))
     except (NoRoom, lmdb.DiskError) as error:
         status, reason = _NO_ROOM, error
-    except (lmdb.MemoryError, OSError) as error:
+    except DamagedIndex as error:
+        status, reason = _DAMAGED, error
+    except (StoreError, lmdb.MemoryError, OSError) as error:
         status, reason = _FAILED, error
-    except (DamagedIndex, lmdb.Error) as error:
+    except lmdb.Error as error:
         status, reason = _DAMAGED, error
     else:
         return 0

@@ -1,0 +1,162 @@
+"""The index keeps what it was told, all of a transaction or nothing, and believes no changed byte."""
+
+import resource
+import signal
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.cache.store_index import Index, Record, decode_key, encode_key, open_index, pack, unpack
+from prfaas.cache.store_scan import DamagedIndex, copy_index, main, renew_index
+from prfaas.errors import StoreError
+from tests.cache.stores import key_of
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+KEYS = st.tuples(st.integers(0, 65_535), st.binary(min_size=1, max_size=64))
+RECORDS = st.builds(
+    Record,
+    segment=st.integers(0, 2**32 - 1),
+    offset=st.integers(0, 2**64 - 1),
+    length=st.integers(0, 2**32 - 1),
+    checksum=st.integers(0, 2**64 - 1),
+    created_s=st.floats(allow_nan=False),
+    tenant=st.binary(max_size=16),
+)
+
+
+def record(number: int) -> Record:
+    return Record(number, number * 2, number * 3, number * 4, number * 0.5, b"t")
+
+
+@pytest.fixture
+def index(tmp_path):
+    found = Index(tmp_path / "index.mdb")
+    yield found
+    found.close()
+
+
+@given(key=KEYS, record=RECORDS)
+def test_a_packed_record_is_unpacked_again(key, record):
+    name = encode_key(key)
+    assert decode_key(name) == key
+    assert unpack(name, pack(name, record)) == record
+
+
+@given(key=KEYS, record=RECORDS, bit=st.integers(0, 10_000), cut=st.integers(1, 200))
+def test_no_changed_bit_of_a_name_or_value_is_believed(key, record, bit, cut):
+    name = encode_key(key)
+    both = bytearray(name + pack(name, record))
+    position = bit % (8 * len(both))
+    both[position // 8] ^= 1 << position % 8
+    assert unpack(bytes(both[: len(name)]), bytes(both[len(name) :])) is None
+    assert unpack(name, pack(name, record)[:-cut]) is None
+    assert unpack(name, pack(name, record) + bytes(cut)) is None
+
+
+def test_records_come_in_the_order_of_keys_and_all_of_them(index):
+    keys = [key_of(number, number % 3) for number in range(2500)]
+    index.apply(removals=[], additions=[(key, record(key[0])) for key in reversed(keys)])
+    assert [key for key, _ in index.records()] == sorted(keys)
+    index.apply(removals=keys[:2400], additions=[])
+    assert [key for key, _ in index.records()] == sorted(keys[2400:])
+
+
+def test_what_is_removed_and_added_at_once_is_there(index):
+    index.apply(removals=[key_of(1)], additions=[(key_of(1), record(1))])
+    index.apply(removals=[key_of(1)], additions=[(key_of(1), record(2))])
+    assert index.get(key_of(1)) == record(2)
+
+
+def test_a_transaction_that_fails_changes_nothing(index):
+    index.apply(removals=[], additions=[(key_of(1), record(1))])
+    too_long = (0, bytes(2000))
+    with pytest.raises((StoreError, AssertionError)):
+        index.apply(removals=[key_of(1)], additions=[(key_of(2), record(2)), (too_long, record(3))])
+    assert index.get_many([key_of(1), key_of(2)]) == [record(1), None]
+
+
+def test_readers_see_whole_entries_while_commits_reuse_pages(index):
+    """Without LMDB's table of readers only our own lock keeps their pages from being reused."""
+    index.apply(removals=[], additions=[(key_of(n), record(n)) for n in range(500)])
+    is_over = threading.Event()
+    wrong = []
+
+    def read():
+        while not is_over.is_set():
+            for number, found in enumerate(index.get_many([key_of(n) for n in range(500)])):
+                if found is None or found.segment % 1000 != number:
+                    wrong.append((number, found))
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for round_ in range(60):
+        index.apply(
+            removals=[],
+            additions=[(key_of(n), record(n + 1000 * round_)) for n in range(round_ % 7, 500, 7)],
+        )
+    is_over.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong
+
+
+def test_a_copy_holds_the_sound_entries_and_no_others(tmp_path):
+    index = Index(tmp_path / "index.mdb")
+    index.apply(removals=[], additions=[(key_of(number), record(number)) for number in range(3000)])
+    index.close()
+    with (
+        open_index(tmp_path / "index.mdb") as raw,
+        raw.begin(write=True) as transaction,
+    ):
+        transaction.put(encode_key(key_of(5)), b"nonsense")
+        transaction.put(b"x", b"")
+    copy_index(tmp_path / "index.mdb", tmp_path / "copy.mdb")
+    copy = Index(tmp_path / "copy.mdb")
+    assert dict(copy.records()) == {key_of(n): record(n) for n in range(3000) if n != 5}
+    copy.close()
+
+
+def test_the_child_says_what_is_wrong_by_its_status(tmp_path, capfd):
+    source, target = str(tmp_path / "index.mdb"), str(tmp_path / "new.mdb")
+    assert main([source, target]) != 0
+    (tmp_path / "index.mdb").write_bytes(b"noise" * 5000)
+    assert main([source, target]) == 3
+    assert capfd.readouterr().err
+
+
+def test_no_index_needs_no_renewal(tmp_path):
+    renew_index(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_index_cut_in_its_middle_is_found_to_be_damaged_by_a_child_that_dies(tmp_path):
+    index = Index(tmp_path / "index.mdb")
+    index.apply(removals=[], additions=[(key_of(number), record(number)) for number in range(9000)])
+    index.close()
+    renew_index(tmp_path)
+    size = (tmp_path / "index.mdb").stat().st_size
+    with (tmp_path / "index.mdb").open("r+b") as file:
+        file.truncate(size // 2 // 4096 * 4096)
+    with pytest.raises(DamagedIndex, match=f"signal {signal.SIGBUS.value} "):
+        renew_index(tmp_path)
+
+
+def test_a_copy_that_cannot_be_written_is_told_from_a_damaged_index(tmp_path):
+    index = Index(tmp_path / "index.mdb")
+    index.apply(removals=[], additions=[(key_of(number), record(number)) for number in range(9000)])
+    index.close()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        with pytest.raises(StoreError, match="Input/output") as caught:
+            renew_index(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert type(caught.value) is StoreError, "neither damaged nor, with so much free, full"
+    renew_index(tmp_path)
