@@ -1,6 +1,7 @@
 """Workloads are read whole or refused with the key, the value and the limit."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_a_mixture_of_what_is_none_is_refused(tmp_path, parts, says):
     assert says in str(caught.value)
 
 
-def trace(**changes):
+def trace(**changes: str) -> dict[str, Any]:
     fields = {"kind": "trace", "file": str(DATA / "mooncake.jsonl"), "format": "mooncake"}
     return fields | changes
 

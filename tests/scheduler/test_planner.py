@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from prfaas.scheduler.lengths import of_sample
 from prfaas.scheduler.planner import best_cut, plan, plan_within, sweep_split, sweep_threshold
 from prfaas.scheduler.profile import Link
-from prfaas.scheduler.throughput import Shape, prefill_balance
+from prfaas.scheduler.throughput import Shape, ThroughputModel, prefill_balance
 from tests.scheduler.planning import FAST, model, profile
 
 samples = st.lists(st.integers(1, 200_000), min_size=1, max_size=30).map(of_sample)
 links = st.sampled_from([1e7, 1e9, 12.5e9]).map(lambda rate: Link(bytes_per_s=rate))
 
 
-def rate(made, shape, cut):
+def rate(made: ThroughputModel, shape: Shape, cut: int) -> float:
     return made.rates(shape, cut).lambda_max_rps
 
 
@@ -85,6 +85,8 @@ def test_a_larger_budget_never_carries_less():
 def test_the_best_threshold_balances_prefill_on_both_sides():
     found = plan(model(), "prfaas", num_prfaas=4, num_local=8)
     rates = found.rates
+    assert rates.theta_prfaas_rps is not None
+    assert rates.theta_prefill_rps is not None
     balance = prefill_balance(
         rates.theta_prfaas_rps, rates.theta_prefill_rps, rates.offload_fraction
     )

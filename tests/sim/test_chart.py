@@ -1,6 +1,8 @@
 """Charts are SVG that a browser reads, with every line where its numbers say."""
 
 import math
+from collections.abc import Iterable
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -14,8 +16,8 @@ from prfaas.sim.chart_file import check_chart_path, write_charts
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def chart(*lines, **changes):
-    fields = {
+def chart(*lines: Iterable[tuple[float, float]], **changes: Any) -> Chart:
+    fields: dict[str, Any] = {
         "title": "a <title> & more",
         "x_label": "x",
         "y_label": "y",
@@ -25,7 +27,7 @@ def chart(*lines, **changes):
     return Chart(**(fields | changes))
 
 
-def drawn(made):
+def drawn(made: Chart) -> list[list[Any]]:
     """Return the points of each polyline of one chart."""
     root = ElementTree.fromstring(svg([made]))
     return [
