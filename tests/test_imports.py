@@ -42,11 +42,13 @@ def test_a_light_module_loads_nothing_heavy(module):
 
 
 def test_rooms_without_torch_do_not_load_it():
-    rooms = "prfaas.cache.prefix, prfaas.text.tokenizer, prfaas.transport.wire, prfaas.models.store"
+    rooms = "prfaas.cache.prefix, prfaas.cache.store, prfaas.text.tokenizer, prfaas.transport.wire, prfaas.models.store"
     assert "torch" not in loaded_heavies(f"import {rooms}")
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["model"], ["plan"], ["verify"], ["chat"]])
+@pytest.mark.parametrize(
+    "command", [[], ["serve"], ["model"], ["plan"], ["verify"], ["chat"], ["cache"]]
+)
 def test_help_loads_nothing_heavy(command):
     arguments = [*command, "--help"]
     code = f"from prfaas.cli.main import main; main({arguments!r}, standalone_mode=False)"

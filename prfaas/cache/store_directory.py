@@ -150,7 +150,7 @@ class CacheDirectory:
         Only the last one is kept. Raises OSError.
         """
         for earlier in self.generations():
-            if earlier.path.name.startswith(_DAMAGED) and earlier.path.name.endswith(path.name):
+            if earlier.is_damaged and earlier.path.name.endswith(path.name):
                 self.remove(earlier)
         aside = path.with_name(f"{_DAMAGED}{now_s:.3f}-{path.name}")
         path.rename(aside)

@@ -162,12 +162,16 @@ class Index:
 
     def records(self) -> Iterator[tuple[PageKey, Record]]:
         """Yield every whole entry in the order of keys; what changes meanwhile may be missed."""
+        return ((decode_key(name), record) for name, record in self.entries())
+
+    def entries(self) -> Iterator[tuple[bytes, Record]]:
+        """Yield what `records` does, by encoded key."""
         start = b""
         while batch := self._some_from(start):
             for name, value in batch:
                 record = unpack(name, value)
                 if record is not None:
-                    yield decode_key(name), record
+                    yield name, record
             start = batch[-1][0] + b"\0"
 
     def _some_from(self, start: bytes) -> list[tuple[bytes, bytes]]:

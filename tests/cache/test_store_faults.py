@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -187,6 +188,31 @@ def test_an_old_index_over_newer_segments_never_gives_other_bytes(directory):
     index_of(directory).write_bytes(old)
     with opened(directory) as store:
         assert whole(store, range(5)) == []
+
+
+def test_bytes_and_names_are_synced_before_the_index_commits(directory, monkeypatch):
+    steps: list[str] = []
+
+    def noted(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            steps.append(name)
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    with opened(directory) as store:
+        noted(os, "pwritev")
+        noted(os, "fdatasync")
+        noted(segments.SegmentFiles, "sync_names")
+        noted(Index, "apply")
+        fill(store, range(1))
+        assert steps == ["pwritev", "fdatasync", "sync_names", "apply"]
+        steps.clear()
+        fill(store, range(1, 2))
+        assert steps == ["pwritev", "fdatasync", "apply"], "the name is synced once"
+        steps.clear()
 
 
 # ---------------------------------------------------------------- the index
