@@ -17,8 +17,17 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Compare a peer's prefill with our own, bit by bit.")
 @node_options(sections=("model", "engine", "cache", "transport"))
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(min=1),
+    multiple=True,
+    metavar="N",
+    help="Try a prompt of N tokens, too; may be given again.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def verify(config_path: Path | None, *, as_json: bool, **flags: object) -> None:
+def verify(
+    config_path: Path | None, *, prompt_tokens: tuple[int, ...], as_json: bool, **flags: object
+) -> None:
     """Load the model here, and compare answers prefilled here with answers prefilled by --peer.
 
     Prompts of many lengths, greedy and seeded: without any cache, then with the caches of both
@@ -44,7 +53,9 @@ def verify(config_path: Path | None, *, as_json: bool, **flags: object) -> None:
         shown_progress(is_quiet=as_json) as progress,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        report = runner.run(run_verify(config, progress=progress, on_case=show))
+        report = runner.run(
+            run_verify(config, progress=progress, on_case=show, more_lengths=prompt_tokens)
+        )
     if as_json:
         click.echo(json.dumps(report.to_json()))
     else:

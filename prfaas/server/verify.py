@@ -9,7 +9,7 @@ reused something if the prompt is longer than a block.
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ import numpy as np
 from prfaas.cache.spec import CacheLayout, WindowSpec
 from prfaas.clock import Clock, monotonic_s
 from prfaas.config.options import NodeConfig
-from prfaas.errors import PrfaasError, TransferError
+from prfaas.errors import ConfigError, PrfaasError, TransferError
 from prfaas.server.node import Progress
 from prfaas.server.pd import PdNode, load_pd_node
 from prfaas.server.transfer_metrics import Direction
@@ -108,19 +108,25 @@ class _NoMetrics:
 
 
 async def run_verify(
-    config: NodeConfig, *, progress: Progress, on_case: CaseDone | None = None
+    config: NodeConfig,
+    *,
+    progress: Progress,
+    on_case: CaseDone | None = None,
+    more_lengths: Sequence[int] = (),
 ) -> VerifyReport:
     """Load the pd node that `config` describes, without HTTP, and compare it with its peer.
 
-    Raises ConfigError for a model that cannot be loaded, TransferError for a peer that is not
-    there, not ready or not compatible.
+    Raises ConfigError for a model that cannot be loaded or does not take a prompt of
+    `more_lengths`, TransferError for a peer that is not there, not ready or not compatible.
     """
     node = await asyncio.to_thread(load_pd_node, config, _NoMetrics(), progress)
     result: VerifyReport | PrfaasError
     async with asyncio.TaskGroup() as tasks:
         await node.start(tasks)
         try:
-            result = await verify_node(node, clock=monotonic_s, on_case=on_case)
+            result = await verify_node(
+                node, clock=monotonic_s, on_case=on_case, more_lengths=more_lengths
+            )
         except PrfaasError as error:
             result = error  # raised below: the group would wrap it
         finally:
@@ -131,9 +137,17 @@ async def run_verify(
 
 
 async def verify_node(
-    node: PdNode, *, clock: Clock, on_case: CaseDone | None = None
+    node: PdNode,
+    *,
+    clock: Clock,
+    on_case: CaseDone | None = None,
+    more_lengths: Sequence[int] = (),
 ) -> VerifyReport:
-    """Compare a started pd node with its peer."""
+    """Compare a started pd node with its peer, with prompts of `more_lengths` beside the usual.
+
+    Raises ConfigError for a length that the node's context does not take, TransferError for a peer
+    that cannot be used.
+    """
     peer = node.peer
     if peer is None:
         raise TransferError("no peer to verify")
@@ -141,6 +155,14 @@ async def verify_node(
     if peer.state != "up":
         raise TransferError(f"peer {peer.name} is {peer.state}: {peer.detail}")
     lengths = prompt_lengths(node.layout, node.max_context_tokens)
+    limit = node.max_context_tokens - NUM_TOKENS
+    for length in more_lengths:
+        if not 0 < length <= limit:
+            raise ConfigError(
+                f"a prompt of {length} tokens and an answer of {NUM_TOKENS} do not fit the context "
+                f"of {node.max_context_tokens}"
+            )
+    lengths = sorted({*lengths, *more_lengths})
     tokens = verify_tokens(node.tokenizer.encode, max(lengths))
     run = _Run(node, clock, on_case, num_cases=len(lengths) * len(SAMPLING) * len(ROWS))
     for length in lengths:

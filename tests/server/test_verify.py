@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.clock import monotonic_s
-from prfaas.errors import TransferError
+from prfaas.errors import ConfigError, TransferError
 from prfaas.server import verify
 from prfaas.server.verify import (
     NUM_TOKENS,
@@ -56,6 +56,17 @@ async def test_equal_nodes_agree_on_every_token_and_every_bit(family, models):
         cached = [case for case in report.cases if case.row == "remote_cached"]
         assert all(case.tokens_reused > 0 for case in cached if case.prompt_tokens > 16)
         assert json.loads(json.dumps(report.to_json()))["bits_equal"] is True
+
+
+async def test_prompts_of_more_lengths_are_tried_if_the_context_takes_them(models):
+    model = models("llama")
+    async with real_nodes(model, model) as nodes:
+        report = await verify_node(nodes.pd, clock=monotonic_s, more_lengths=(37,))
+        assert sum(case.prompt_tokens == 37 for case in report.cases) == 4
+        assert report.bits_equal
+        limit = nodes.pd.max_context_tokens
+        with pytest.raises(ConfigError, match=f"{limit} tokens.*context of {limit}"):
+            await verify_node(nodes.pd, clock=monotonic_s, more_lengths=(limit,))
 
 
 async def test_a_peer_with_other_weights_is_refused(models):
