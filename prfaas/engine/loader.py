@@ -18,6 +18,7 @@ from prfaas.engine.model import Model
 from prfaas.engine.numerics import (
     InexactKernelsError,
     candidate_packings,
+    is_linear,
     numerics_fingerprint,
 )
 from prfaas.engine.options import Numerics
@@ -40,6 +41,8 @@ def load_model(
             left over or of another shape, or this machine computes no packing exactly.
     """
     spec = model_from_hf(read_json(model_dir / "config.json"))
+    if numerics == "strict" and not any(is_linear(layer) for layer in spec.layers):
+        get_logger().info("numerics.strict_already", model_type=spec.model_type)
     weights = Weights(model_dir)
     fingerprint = model_fingerprint(model_dir, weights)
     faults = []

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog.testing
 import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from prfaas.engine.loader import load_model, weights_fingerprint
 from prfaas.engine.model import Model, Segment
+from prfaas.engine.safetensors_file import SafetensorsFile
 from prfaas.errors import ConfigError
 from tests.tiny_models import tiny_config, write_tiny_model
 
@@ -195,3 +197,28 @@ def test_the_model_fingerprint_is_the_recorded_one_or_a_hash_of_the_weights(llam
     assert load_model(llama).model_fingerprint == weights_fingerprint(llama) == hashed
     (llama / "prfaas.json").write_text(json.dumps({"model_fingerprint": "abc"}))
     assert load_model(llama).model_fingerprint == "abc"
+
+
+def test_pages_are_given_back_while_a_model_is_packed(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[SafetensorsFile] = []
+
+    def release(file: SafetensorsFile) -> None:
+        released.append(file)
+
+    monkeypatch.setattr("prfaas.engine.loading.checkpoint.RELEASE_BYTES", 100_000)
+    monkeypatch.setattr(SafetensorsFile, "release", release)
+    load_model(llama, dtype="float32")
+    size = (llama / "model.safetensors").stat().st_size
+    assert len(released) > size // 200_000
+
+
+def test_strict_numerics_are_said_to_change_nothing_for_attention_alone(llama: Path) -> None:
+    with structlog.testing.capture_logs() as events:
+        load_model(llama, numerics="strict")
+    assert {
+        "event": "numerics.strict_already",
+        "log_level": "info",
+        "model_type": "llama",
+    } in events

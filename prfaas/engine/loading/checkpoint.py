@@ -22,6 +22,8 @@ IGNORED_TENSORS = re.compile(
 tables that are computed here."""
 TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 """What multimodal checkpoints write for `model.`."""
+RELEASE_BYTES = 512 << 20
+"""Pages are given back whenever so much more was taken: what is packed is not held twice."""
 FURTHER_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -44,6 +46,7 @@ class Weights:
             _canonical(name): (file, name) for file in self.files for name in file.names
         }
         self._left = set(self.names)
+        self._taken_bytes = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,6 +72,10 @@ class Weights:
                 f"tensor {name!r} has shape {tuple(tensor.shape)}; the config asks for {shape}"
             )
         self._left.discard(name)
+        self._taken_bytes += tensor.nbytes  # several threads; a lost update only delays a release
+        if self._taken_bytes > RELEASE_BYTES:
+            self._taken_bytes = 0
+            self.release()
         return tensor
 
     def check_all_taken(self, model: ModelSpec) -> None:
