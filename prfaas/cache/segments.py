@@ -135,12 +135,23 @@ def write_at(descriptor: int, parts: Sequence[memoryview], offset: int) -> None:
         offset += num_bytes
 
 
-def read_at(descriptor: int, parts: Sequence[memoryview], offset: int) -> bool:
-    """Fill the parts from `offset` on; return False if the file ends before them."""
-    for batch, num_bytes in _batches(parts):
-        if os.preadv(descriptor, batch, offset) != num_bytes:
-            return False
-        offset += num_bytes
+def read_at(
+    descriptor: int, parts: Sequence[memoryview], offset: int, *, is_waiting: bool = True
+) -> bool:
+    """Fill the parts from `offset` on; return False if the file ends before them.
+
+    Without waiting also if the bytes are not all in memory; then the parts hold anything.
+    """
+    flags = 0 if is_waiting else os.RWF_NOWAIT
+    try:
+        for batch, num_bytes in _batches(parts):
+            if os.preadv(descriptor, batch, offset, flags) != num_bytes:
+                return False
+            offset += num_bytes
+    except OSError:
+        if is_waiting:
+            raise
+        return False
     return True
 
 

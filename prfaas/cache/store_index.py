@@ -123,12 +123,11 @@ class Index:
 
     def get(self, key: PageKey) -> Record | None:
         """Return the record of `key`, or None if there is none or its entry is damaged."""
-        return self.get_many([key])[0]
+        return self.get_many([encode_key(key)])[0]
 
-    def get_many(self, keys: Sequence[PageKey]) -> list[Record | None]:
-        """Return what `get` would for each, of one moment."""
+    def get_many(self, names: Sequence[bytes]) -> list[Record | None]:
+        """Return what `get` would for each encoded key, of one moment."""
         self._check_size()
-        names = [encode_key(key) for key in keys]
         try:
             with self._reading, self._environment.begin() as transaction:
                 values = [transaction.get(name) for name in names]

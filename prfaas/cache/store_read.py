@@ -1,16 +1,15 @@
 """Records of one segment read straight into pages, and compared with their checksums."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from errno import EAGAIN, EMFILE, ENFILE, ENOMEM
 
-from prfaas.cache.pool import PageKey
 from prfaas.cache.segments import SegmentFiles, read_at, record_checksum
-from prfaas.cache.store_index import Record, encode_key
+from prfaas.cache.store_index import Record
 from prfaas.cache.store_types import Wanted
 
-Read = tuple[int, Record]
-"""Position among the wanted, and where the bytes lie."""
+Read = tuple[Record, int, bytes]
+"""Where the bytes lie, position among the wanted, encoded key. They sort as they lie in files."""
 
 _TRANSIENT = {EMFILE, ENFILE, ENOMEM, EAGAIN}
 """What says nothing about the file: a miss this time."""
@@ -21,17 +20,25 @@ def read_segment(
 ) -> tuple[list[Read], Sequence[Read]]:
     """Return those of the reads that gave the very bytes that were stored, and the damaged.
 
-    `reads` are in the order of the file; the disk is told of all before the first.
+    `reads` are sorted. The first that would wait for the disk tells it of all that follow.
     """
     whole: list[Read] = []
     damaged: list[Read] = []
+    is_told = False
     try:
         with files.opened(number) as descriptor:
-            for start, num_bytes in _stretches(record for _, record in reads):
-                os.posix_fadvise(descriptor, start, num_bytes, os.POSIX_FADV_WILLNEED)
-            for read in reads:
-                key, parts = wanted[read[0]]
-                is_whole = _read_whole(descriptor, key, read[1], parts)
+            for index, read in enumerate(reads):
+                record, position, name = read
+                parts = wanted[position][1]
+                is_read = sum([part.nbytes for part in parts]) == record.length
+                if is_read and (
+                    is_told or not read_at(descriptor, parts, record.offset, is_waiting=False)
+                ):
+                    if not is_told:
+                        _tell(descriptor, reads[index:])
+                        is_told = True
+                    is_read = _read(descriptor, parts, record.offset)
+                is_whole = is_read and record_checksum(name, parts) == record.checksum
                 (whole if is_whole else damaged).append(read)
     except OSError as error:
         if error.errno not in _TRANSIENT:
@@ -39,25 +46,19 @@ def read_segment(
     return whole, damaged
 
 
-def _stretches(records: Iterable[Record]) -> Iterator[tuple[int, int]]:
-    """Yield offset and bytes of each stretch of a file without a gap."""
-    start = stop = 0
-    for record in records:
+def _tell(descriptor: int, reads: Sequence[Read]) -> None:
+    """Have the disk read ahead, each stretch of the file without a gap at once."""
+    start = stop = reads[0][0].offset
+    for record, _, _ in reads:
         if record.offset != stop:
-            if stop > start:
-                yield start, stop - start
+            os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
             start = record.offset
         stop = record.offset + record.length
-    yield start, stop - start
+    os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
 
 
-def _read_whole(descriptor: int, key: PageKey, record: Record, parts: Sequence[memoryview]) -> bool:
-    if sum([part.nbytes for part in parts]) != record.length:
-        return False
+def _read(descriptor: int, parts: Sequence[memoryview], offset: int) -> bool:
     try:
-        return (
-            read_at(descriptor, parts, record.offset)
-            and record_checksum(encode_key(key), parts) == record.checksum
-        )
+        return read_at(descriptor, parts, offset)
     except OSError:  # a disk that cannot read this record may well read the next
         return False

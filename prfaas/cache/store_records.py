@@ -97,40 +97,41 @@ class Records:
         """
         found = [False] * len(wanted)
         places: dict[int, list[Read]] = {}
-        for position, record in self._look_up([key for key, _ in wanted]):
-            places.setdefault(record.segment, []).append((position, record))
+        for read in self._look_up([key for key, _ in wanted]):
+            places.setdefault(read[0].segment, []).append(read)
+        hit_bytes = 0
         for number, reads in places.items():
-            reads.sort(key=lambda read: read[1].offset)
+            reads.sort()
             whole, damaged = read_segment(self._files, number, reads, wanted)
-            for position, record in damaged:
+            for record, position, _ in damaged:
                 self._bury(wanted[position][0], record)
-            for position, _ in whole:
+            for record, position, _ in whole:
                 found[position] = True
+                hit_bytes += record.length
         if is_use:
-            self._count_use(wanted, found)
+            self.touch(key for (key, _), is_hit in zip(wanted, found, strict=True) if is_hit)
+            with self._lock:
+                self.counts.num_hits += found.count(True)
+                self.counts.hit_bytes += hit_bytes
+                self.counts.num_misses += found.count(False)
         return found
 
-    def _count_use(self, wanted: Sequence[Wanted], found: Sequence[bool]) -> None:
-        hits = [pair for pair, is_hit in zip(wanted, found, strict=True) if is_hit]
-        self.touch(key for key, _ in hits)
-        with self._lock:
-            self.counts.num_hits += len(hits)
-            self.counts.hit_bytes += sum(part.nbytes for _, parts in hits for part in parts)
-            self.counts.num_misses += len(wanted) - len(hits)
-
-    def _look_up(self, keys: Sequence[PageKey]) -> Iterator[Read]:
-        """Yield where the bytes of each known key lie."""
+    def _look_up(self, keys: Sequence[PageKey]) -> list[Read]:
+        """Return where the bytes of the known keys lie."""
         positions = [position for position, key in enumerate(keys) if self.known(key)]
+        names = [encode_key(keys[position]) for position in positions]
         try:
-            records = self._index.get_many([keys[position] for position in positions])
+            records = self._index.get_many(names)
         except StoreError as error:
             self._forget_all(str(error))
-            return
-        for position, record in zip(positions, records, strict=True):
+            return []
+        reads = []
+        for record, position, name in zip(records, positions, names, strict=True):
             if record is None:
                 self._bury(keys[position], None)
             else:
-                yield position, record
+                reads.append((record, position, name))
+        return reads
 
     def _bury(self, key: PageKey, record: Record | None) -> None:
         """Make a damaged record a miss from now on, unless it was evicted or replaced meanwhile.

@@ -414,14 +414,15 @@ def test_readers_and_evictions_at_once_never_give_wrong_bytes(directory):
         readers = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
         for reader in readers:
             reader.start()
-        for _ in range(3):
-            for number in range(200):
+        try:
+            for number in [*range(200)] * 3:
                 put(store, key_of(number), bytes_of(number, 10_000))
                 if number % 10 == 0:
                     store.flush()
-        is_over.set()
-        for reader in readers:
-            reader.join()
+        finally:
+            is_over.set()
+            for reader in readers:
+                reader.join()
         assert not wrong
         assert num_found[0] > 0
         counts = store.stats().records.counts

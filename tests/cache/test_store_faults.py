@@ -18,7 +18,7 @@ import structlog
 
 from prfaas.cache import segments
 from prfaas.cache.store_directory import generation_name
-from prfaas.cache.store_index import Index
+from prfaas.cache.store_index import Index, encode_key
 from prfaas.errors import ConfigError, StoreError
 from tests.cache.stores import (
     IDENTITY,
@@ -354,13 +354,13 @@ def test_an_entry_of_the_index_that_was_changed_is_a_miss(directory, monkeypatch
     with opened(directory) as store:
         fill(store, range(5))
         real = Index.get_many
-        lost = key_of(3)
+        lost = encode_key(key_of(3))
         monkeypatch.setattr(
             Index,
             "get_many",
-            lambda index, keys: [
-                None if key == lost else record
-                for key, record in zip(keys, real(index, keys), strict=True)
+            lambda index, names: [
+                None if name == lost else record
+                for name, record in zip(names, real(index, names), strict=True)
             ],
         )
         assert whole(store, range(5)) == [0, 1, 2, 4]

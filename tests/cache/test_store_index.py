@@ -31,6 +31,10 @@ def record(number: int) -> Record:
     return Record(number, number * 2, number * 3, number * 4, number * 0.5, b"t")
 
 
+def names(*numbers: int) -> list[bytes]:
+    return [encode_key(key_of(number)) for number in numbers]
+
+
 @pytest.fixture
 def index(tmp_path):
     found = Index(tmp_path / "index.mdb")
@@ -75,7 +79,7 @@ def test_a_transaction_that_fails_changes_nothing(index):
     too_long = (0, bytes(2000))
     with pytest.raises((StoreError, AssertionError)):
         index.apply(removals=[key_of(1)], additions=[(key_of(2), record(2)), (too_long, record(3))])
-    assert index.get_many([key_of(1), key_of(2)]) == [record(1), None]
+    assert index.get_many(names(1, 2)) == [record(1), None]
 
 
 def test_readers_see_whole_entries_while_commits_reuse_pages(index):
@@ -86,21 +90,24 @@ def test_readers_see_whole_entries_while_commits_reuse_pages(index):
 
     def read():
         while not is_over.is_set():
-            for number, found in enumerate(index.get_many([key_of(n) for n in range(500)])):
+            for number, found in enumerate(index.get_many(names(*range(500)))):
                 if found is None or found.segment % 1000 != number:
                     wrong.append((number, found))
 
     readers = [threading.Thread(target=read) for _ in range(2)]
     for reader in readers:
         reader.start()
-    for round_ in range(60):
-        index.apply(
-            removals=[],
-            additions=[(key_of(n), record(n + 1000 * round_)) for n in range(round_ % 7, 500, 7)],
-        )
-    is_over.set()
-    for reader in readers:
-        reader.join()
+    try:
+        for round_ in range(60):
+            numbers = range(round_ % 7, 500, 7)
+            index.apply(
+                removals=[],
+                additions=[(key_of(n), record(n + 1000 * round_)) for n in numbers],
+            )
+    finally:
+        is_over.set()
+        for reader in readers:
+            reader.join()
     assert not wrong
 
 
