@@ -156,7 +156,7 @@ class Store:
         return False
 
     def flush(self) -> None:
-        """Return when everything queued so far is stored or given up."""
+        """Return when nothing waits to be written any more."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting)
 
@@ -241,7 +241,7 @@ class Store:
         return self._records.get_many([(key, into)])[0]
 
     def get_many(self, wanted: Sequence[Wanted]) -> list[bool]:
-        """Return what `get` would for each; the disk reads ahead."""
+        """Return what `get` would for each; the disk reads ahead where that saves waiting."""
         return self._records.get_many(wanted)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
@@ -251,7 +251,7 @@ class Store:
     # ------------------------------------------------------------ caring for it
 
     def ls(self) -> Iterator[Listed]:
-        """Yield every record in the order of keys."""
+        """Yield every record in the order of keys; raises StoreError if the index failed."""
         return self._records.listing()
 
     def verify(self) -> Iterator[VerifyProgress]:

@@ -92,7 +92,7 @@ class Records:
     def get_many(self, wanted: Sequence[Wanted], *, is_use: bool = True) -> list[bool]:
         """Fill each key's buffers with its bytes; False where that is a miss.
 
-        The buffers of a miss hold anything. The disk is told of all reads before the first.
+        The buffers of a miss hold anything.
         `is_use` counts hits and keeps what was found from being evicted soon.
         """
         found = [False] * len(wanted)

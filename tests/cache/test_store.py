@@ -95,6 +95,34 @@ def test_get_many_answers_in_the_order_asked(directory):
         assert all(buffers[n] == bytes_of(n, 50_000) for n in (29, 3, 17, 0))
 
 
+@pytest.mark.parametrize("refusal", ["raises", "short"])
+def test_a_read_that_would_wait_has_the_disk_read_ahead(directory, monkeypatch, refusal):
+    real, told = os.preadv, []
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags & os.RWF_NOWAIT and offset >= 20_000:
+            if refusal == "raises":
+                raise BlockingIOError
+            return real(fd, [buffers[0][:1]], offset)
+        return real(fd, buffers, offset, flags)
+
+    def advise(_fd: int, offset: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        told.append((offset, length))
+
+    with opened(directory) as store:
+        fill(store, range(10))
+        monkeypatch.setattr(os, "preadv", preadv)
+        monkeypatch.setattr(os, "posix_fadvise", advise)
+        buffers = {number: memoryview(bytearray(10_000)) for number in (9, 0, 4, 3, 2, 1, 7)}
+        assert all(store.get_many([(key_of(n), [buffer]) for n, buffer in buffers.items()]))
+        assert all(buffer == bytes_of(n, 10_000) for n, buffer in buffers.items())
+        assert told == [(20_000, 30_000), (70_000, 10_000), (90_000, 10_000)]
+        told.clear()
+        assert whole(store, range(2)) == [0, 1]
+        assert told == [], "what is in memory is not asked for"
+
+
 def test_a_record_of_another_length_is_a_miss_for_good(directory):
     with opened(directory) as store:
         fill(store, range(2))
