@@ -87,7 +87,10 @@ def test_a_cut_segment_loses_what_was_cut_and_no_more(directory, is_open):
     os.truncate(segments_of(directory)[0], 29_999)
     if not is_open:
         store = open_store(directory)
+        assert store.stats().records.num_records == 2
     assert whole(store, range(5)) == [0, 1]
+    assert store.stats().records.counts.num_damaged == (3 if is_open else 0)
+    store.check()
     store.close()
 
 

@@ -3,6 +3,7 @@
 import resource
 import signal
 import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
@@ -82,33 +83,42 @@ def test_a_transaction_that_fails_changes_nothing(index):
     assert index.get_many(names(1, 2)) == [record(1), None]
 
 
-def test_readers_see_whole_entries_while_commits_reuse_pages(index):
-    """Without LMDB's table of readers only our own lock keeps their pages from being reused."""
-    index.apply(removals=[], additions=[(key_of(n), record(n)) for n in range(500)])
-    is_over = threading.Event()
-    wrong = []
+class Dawdling(list[bytes]):
+    """Names whose first reader stops after one of them, inside its transaction."""
 
-    def read():
-        while not is_over.is_set():
-            for number, found in enumerate(index.get_many(names(*range(500)))):
-                if found is None or found.segment % 1000 != number:
-                    wrong.append((number, found))
+    def __init__(self, found: list[bytes], stop: Callable[[], None]) -> None:
+        super().__init__(found)
+        self.stops = [stop]
 
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    try:
-        for round_ in range(60):
-            numbers = range(round_ % 7, 500, 7)
-            index.apply(
-                removals=[],
-                additions=[(key_of(n), record(n + 1000 * round_)) for n in numbers],
-            )
-    finally:
-        is_over.set()
-        for reader in readers:
-            reader.join()
-    assert not wrong
+    def __iter__(self) -> Iterator[bytes]:
+        for name in super().__iter__():
+            yield name
+            if self.stops:
+                self.stops.pop()()
+
+
+def test_a_read_is_of_one_moment_however_many_commits_want_its_pages(index):
+    """Without LMDB's table of readers, only our own lock keeps those pages from being reused."""
+
+    def write(version: int) -> None:
+        changes = [(key_of(n), record(n + 1000 * version)) for n in range(500)]
+        index.apply(removals=[], additions=changes)
+
+    def write_often() -> None:
+        for version in range(1, 20):
+            write(version)
+
+    write(0)
+    writer = threading.Thread(target=write_often)
+
+    def wait_for_the_writer() -> None:
+        writer.start()
+        writer.join(0.5)  # it waits for us; without the lock it would be done long before
+
+    found = index.get_many(Dawdling(names(*range(500)), wait_for_the_writer))
+    writer.join()
+    assert found == [record(n) for n in range(500)]
+    assert index.get_many(names(*range(500))) == [record(n + 19_000) for n in range(500)]
 
 
 def test_a_copy_holds_the_sound_entries_and_no_others(tmp_path):
