@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from prfaas.clock import Clock
+from prfaas.clock import Clock, thread_cpu_s
 from prfaas.engine.submission import EngineEvent, EngineLoad, Submission
 from prfaas.errors import EngineError, PrfaasError
 from prfaas.log import get_logger
@@ -23,7 +23,9 @@ EXTRA_EVENTS = 4
 """Events a request may have besides its tokens: logits and the end, with slack."""
 STOP_TIMEOUT_S = 60.0
 MAX_STEP_S = 60.0
-"""A step that takes longer than this means that the engine hangs."""
+"""A step that does nothing for this long means that the engine hangs."""
+HEARTBEAT_CPU_S = 0.05
+"""CPU time of the engine's thread that counts as a sign of life."""
 
 
 class StepEngine(Protocol):
@@ -118,6 +120,8 @@ class EngineThread:
         )
         self._step_began_s: float | None = None
         self._failure: str | None = None
+        self._last_beat = (0, 0)
+        self._last_beat_s = 0.0
         self._ended: asyncio.Event | None = None
 
     def start(self) -> None:
@@ -172,10 +176,15 @@ class EngineThread:
         if request_id in self._streams:
             self._post(lambda: self._engine.stop_choice(request_id, choice_index))
 
-    @property
-    def num_layers_run(self) -> int:
-        """Layers run since the start: goes up as long as the engine really advances."""
-        return self._engine.num_layers_run
+    def heartbeat(self) -> tuple[int, int]:
+        """Return a value that changes as long as the engine really works.
+
+        It counts layers, and the thread's CPU time, since one layer of a long prompt can take many
+        seconds.
+        """
+        native_id = self._thread.native_id
+        cpu_s = 0.0 if native_id is None else thread_cpu_s(native_id)
+        return self._engine.num_layers_run, int(cpu_s / HEARTBEAT_CPU_S)
 
     def load(self) -> EngineLoad:
         """Return how busy the engine was after its last step."""
@@ -193,9 +202,11 @@ class EngineThread:
             return False, f"engine_failed: {self._failure}"
         if not self.is_running:
             return False, "engine_stopped"
-        began_s = self._step_began_s
-        if began_s is not None and self._clock() - began_s > MAX_STEP_S:
-            return False, f"engine_stuck: one step runs for more than {MAX_STEP_S:g} s"
+        began_s, now_s = self._step_began_s, self._clock()
+        if (beat := self.heartbeat()) != self._last_beat:
+            self._last_beat, self._last_beat_s = beat, now_s
+        if began_s is not None and now_s - max(began_s, self._last_beat_s) > MAX_STEP_S:
+            return False, f"engine_stuck: a step has stood still for more than {MAX_STEP_S:g} s"
         return True, ""
 
     # ------------------------------------------------------------ the engine's thread

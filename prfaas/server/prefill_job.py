@@ -157,12 +157,12 @@ class PrefillJob:
 
     async def _report_progress(self, engine: EngineThread) -> None:
         """Send PROGRESS now and then, but only when the engine has really done something since."""
-        seen = engine.num_layers_run
+        seen = engine.heartbeat()
         while True:
             await asyncio.sleep(PROGRESS_INTERVAL_S)
-            if engine.num_layers_run == seen:
+            if (beat := engine.heartbeat()) == seen:
                 continue
-            seen = engine.num_layers_run
+            seen = beat
             ahead = tokens_ahead(
                 engine.load(),
                 num_tokens=len(self._asked.request.prompt_tokens),

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import sys
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -174,7 +176,32 @@ async def test_a_step_that_does_not_end_makes_the_node_not_ready():
 
 async def test_the_heartbeat_counts_layers_and_rests_when_the_engine_does():
     async with running() as bench:
-        assert bench.thread.num_layers_run == 0
+        assert bench.thread.heartbeat()[0] == 0
         await drain(bench.submit(request(32, max_tokens=2)))
-        assert bench.thread.num_layers_run == 2 * 3
+        assert bench.thread.heartbeat()[0] == 2 * 3
         assert bench.thread.load().num_running == 0
+        resting = bench.thread.heartbeat()
+        await asyncio.sleep(0.1)
+        assert bench.thread.heartbeat() == resting
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="CPU time of a thread is read from /proc")
+async def test_one_long_layer_is_a_sign_of_life(monkeypatch):
+    async with running() as bench:
+        is_done = threading.Event()
+
+        def compute():
+            while not is_done.is_set():
+                sum(range(1000))
+            return []
+
+        monkeypatch.setattr(bench.engine, "step", compute)
+        bench.submit(request(10, max_tokens=2))
+        await until(lambda: bench.thread._step_began_s is not None)
+        first = bench.thread.heartbeat()
+        await until(lambda: bench.thread.heartbeat() != first)
+        assert bench.thread.heartbeat()[0] == first[0]
+        bench.now_s += MAX_STEP_S + 1
+        assert bench.thread.is_ready == (True, "")
+        monkeypatch.undo()
+        is_done.set()
