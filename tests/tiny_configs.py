@@ -1,6 +1,19 @@
 """A config.json of every family, small enough to run in a test, with the fields of the hub."""
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+from tests.tiny_attention import (
+    FULL,
+    GEMMA3,
+    GPT_OSS,
+    LLAMA,
+    MIMO,
+    MINIMAX_M2,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN_EXPERTS,
+    Config,
+)
 
 Family = Literal[
     "bamba",
@@ -27,8 +40,7 @@ Family = Literal[
 FAMILIES: tuple[Family, ...] = get_args(Family)
 VOCAB_SIZE = 512
 PAD_ID, EOS_ID, BOS_ID, UNK_ID = range(4)
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-Config = dict[str, Any]
+LINEAR = "linear_attention"
 
 SHARED: Config = {
     "vocab_size": VOCAB_SIZE,
@@ -60,12 +72,6 @@ QWEN_GDN: Config = {
     "num_hidden_layers": 4,
     "rope_theta": 10000000.0,
     "partial_rotary_factor": 0.25,
-}
-QWEN_EXPERTS: Config = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
 }
 QWEN_SHARED_EXPERT: Config = {"shared_expert_intermediate_size": 48}
 MLA: Config = {
@@ -100,59 +106,6 @@ def tiny_config(family: Family) -> Config:
     return SHARED | _OWN[family]
 
 
-_GEMMA3: Config = {
-    # Window 16, full attention in layers 2 and 5 of 7.
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 7,
-    "num_key_value_heads": 1,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 32,
-    "sliding_window": 16,
-    "layer_types": [FULL if layer % 3 == 2 else SLIDING for layer in range(7)],
-    "rope_theta": 1000000.0,
-    "rope_local_base_freq": 10000.0,
-    "rope_scaling": None,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 16384,
-}
-_LLAMA: Config = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 4,
-    "mlp_bias": False,
-    "rope_theta": 10000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 256,
-    },
-    "max_position_embeddings": 16384,
-}
-_QWEN3: Config = {
-    # Norms of each head of q and k, tied head.
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_hidden_layers": 4,
-    "rope_theta": 1000000.0,
-    "rope_scaling": None,
-    "use_sliding_window": False,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 16384,
-}
-_QWEN3_MOE: Config = _QWEN3 | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [1],
-    "tie_word_embeddings": False,
-    **QWEN_EXPERTS,
-}
 _QWEN3_NEXT: Config = {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
@@ -261,59 +214,6 @@ _MINIMAX: Config = {
     "mlp_alpha_factor": 1.3,
     "mlp_beta_factor": 0.8,
 }
-_MINIMAX_M2: Config = {
-    "architectures": ["MiniMaxM2ForCausalLM"],
-    "model_type": "minimax_m2",
-    "num_hidden_layers": 3,
-    "rotary_dim": 16,
-    "rope_theta": 5000000.0,
-    "use_qk_norm": True,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
-    "scoring_func": "sigmoid",
-}
-_MIMO: Config = {
-    "architectures": ["MiMoV2FlashForCausalLM"],
-    "model_type": "mimo_v2_flash",
-    "num_hidden_layers": 7,
-    "num_attention_heads": 8,
-    "head_dim": 24,
-    "v_head_dim": 16,
-    "attention_value_scale": 0.707,
-    "sliding_window_size": 16,
-    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
-    "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1],
-    "partial_rotary_factor": 0.334,
-    "rope_theta": 5000000.0,
-    "swa_rope_theta": 10000.0,
-    "add_full_attention_sink_bias": False,
-    "add_swa_attention_sink_bias": True,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": None,
-    "moe_intermediate_size": 32,
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-}
-_GPT_OSS: Config = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "num_hidden_layers": 4,
-    "attention_bias": True,
-    "sliding_window": 16,
-    "layer_types": [SLIDING, FULL, SLIDING, FULL],
-    "rope_theta": 150000.0,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "original_max_position_embeddings": 256,
-        "truncate": False,
-    },
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
 _GRANITE: Config = {
     "architectures": ["GraniteMoeHybridForCausalLM"],
     "model_type": "granitemoehybrid",
@@ -405,22 +305,22 @@ _LFM2: Config = {
 _OWN: dict[Family, Config] = {
     "bamba": _BAMBA,
     "falcon_h1": _FALCON_H1,
-    "gemma3": _GEMMA3,
-    "gpt_oss": _GPT_OSS,
+    "gemma3": GEMMA3,
+    "gpt_oss": GPT_OSS,
     "granitemoehybrid": _GRANITE,
     "kimi_linear": _KIMI,
     "lfm2": _LFM2,
     "ling3": _LING3,
-    "llama": _LLAMA,
-    "mimo_v2_flash": _MIMO,
+    "llama": LLAMA,
+    "mimo_v2_flash": MIMO,
     "minimax": _MINIMAX,
-    "minimax_m2": _MINIMAX_M2,
+    "minimax_m2": MINIMAX_M2,
     "nemotron_h": _NEMOTRON_H,
     "olmo_hybrid": _OLMO,
-    "qwen3": _QWEN3,
+    "qwen3": QWEN3,
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5_MOE,
-    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_moe": QWEN3_MOE,
     "qwen3_next": _QWEN3_NEXT,
     "ring": _RING,
 }

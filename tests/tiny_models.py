@@ -19,6 +19,7 @@ from tokenizers.processors import TemplateProcessing
 
 from prfaas.engine.config import model_from_hf
 from prfaas.engine.loading.build import build_model
+from tests.tiny_attention import Config
 from tests.tiny_configs import (
     BOS_ID,
     EOS_ID,
@@ -26,7 +27,6 @@ from tests.tiny_configs import (
     PAD_ID,
     UNK_ID,
     VOCAB_SIZE,
-    Config,
     Family,
     tiny_config,
 )
