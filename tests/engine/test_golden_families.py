@@ -125,8 +125,9 @@ def test_strict_numerics_give_the_bits_of_the_whole_for_any_cut(family: Family) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("num_tokens", [2 * BLOCK_TOKENS, 150])
-@pytest.mark.parametrize("numerics", ["grid", "strict"])
+@pytest.mark.parametrize(
+    ("num_tokens", "numerics"), [(2 * BLOCK_TOKENS, "grid"), (150, "grid"), (150, "strict")]
+)
 def test_ten_greedy_steps_after_an_import_are_those_without(
     family: Family, num_tokens: int, numerics: Numerics
 ) -> None:
