@@ -12,7 +12,8 @@ from prfaas.engine.rope_spec import LinearScaling, Llama3Scaling, RopeSpec, Yarn
 
 TABLE_STEP_TOKENS = 1024
 MAX_SERIAL_PAIRS = 32767
-"""torch shares larger products among threads, cut at any pair; see rotate."""
+"""On a CPU torch shares larger products among threads, cut at any pair; see rotate."""
+CPU = torch.device("cpu")
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
@@ -64,6 +65,8 @@ def _yarn(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
 def attention_factor(spec: RopeSpec) -> float:
     """Return what the rotated part of q and k is multiplied by: YaRN's magnitude, else 1."""
     match spec.scaling:
+        case YarnScaling(attention_factor=float(factor)):
+            return factor
         case YarnScaling(mscale=mscale, mscale_all_dim=all_dim) as scaling if mscale and all_dim:
             return scaling.magnitude(mscale) / scaling.magnitude(all_dim)
         case YarnScaling() as scaling:
@@ -78,10 +81,10 @@ class RopeTable:
     Pairs past rotary_dim turn by 1, which leaves them as they are.
     """
 
-    def __init__(self, spec: RopeSpec, head_dim: int) -> None:
+    def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device = CPU) -> None:
         self._frequencies = inverse_frequencies(spec, head_dim)
         self._factor = attention_factor(spec)
-        self._turns_PK = torch.empty(0, head_dim // 2, dtype=torch.complex64)
+        self._turns_PK = torch.empty(0, head_dim // 2, dtype=torch.complex64, device=device)
 
     def at(self, positions_T: Tensor, end: int) -> Tensor:
         """Return cos + i sin of the positions, all below `end`; complex [T, 1, K / 2]."""
@@ -96,11 +99,11 @@ class RopeTable:
         for first in range(len(self._turns_PK), num_positions, TABLE_STEP_TOKENS):
             positions = torch.arange(first, first + TABLE_STEP_TOKENS).float()
             angles = positions[:, None] * self._frequencies
-            step_PK = self._turns_PK.new_ones(TABLE_STEP_TOKENS, self._turns_PK.shape[1])
+            step_PK = torch.ones(TABLE_STEP_TOKENS, self._turns_PK.shape[1], dtype=torch.complex64)
             step_PK[:, :num_turning] = torch.complex(torch.cos(angles), torch.sin(angles))
             if self._factor != 1.0:
                 step_PK[:, :num_turning] *= self._factor
-            turns_PK.append(step_PK)
+            turns_PK.append(step_PK.to(self._turns_PK.device))
         self._turns_PK = torch.cat(turns_PK)
 
 
@@ -124,7 +127,7 @@ def rotate(x_THK: Tensor, turns_T1K: Tensor) -> Tensor:
     `x_THK` may be a slice of contiguous rows. Its pairs are neighbours in memory.
     """
     pairs_THK = torch.view_as_complex(x_THK.view(*x_THK.shape[:-1], -1, 2))
-    if pairs_THK.numel() <= MAX_SERIAL_PAIRS:
+    if pairs_THK.numel() <= MAX_SERIAL_PAIRS or not pairs_THK.is_cpu:
         return torch.view_as_real(pairs_THK * turns_T1K).flatten(-2)
     # A vector of pairs rounds otherwise than a single pair, so no thread's share may begin inside a
     # row: where it begins would depend on the number of rows. This is not the time-consuming part.

@@ -34,6 +34,8 @@ class YarnScaling:
     """Turns over the original context up to which a frequency is divided."""
     is_truncated: bool = True
     """The ramp starts and ends at whole dimensions."""
+    attention_factor: float | None = None
+    """What the rotated part of q and k is multiplied by; None: it follows from the others."""
     mscale: float | None = None
     mscale_all_dim: float = 0.0
     """Not 0: latent attention multiplies its scale by the square of `magnitude` (DeepSeek)."""

@@ -114,6 +114,13 @@ YARNS = [
     YarnScaling(factor=40.0, original_context_tokens=4096, mscale=1.0, mscale_all_dim=0.7),
     YarnScaling(factor=4.0, original_context_tokens=32768, beta_fast=16.0, beta_slow=2.0),
     YarnScaling(factor=1.0, original_context_tokens=1 << 30),
+    YarnScaling(
+        factor=8.0,
+        original_context_tokens=4096,
+        attention_factor=0.75,
+        mscale=1.0,
+        mscale_all_dim=0.7,
+    ),
 ]
 
 
@@ -130,6 +137,7 @@ def test_yarn_is_transformers(scaling: YarnScaling) -> None:
             "beta_fast": scaling.beta_fast,
             "beta_slow": scaling.beta_slow,
             "truncate": scaling.is_truncated,
+            "attention_factor": scaling.attention_factor,
             "mscale": scaling.mscale,
             "mscale_all_dim": scaling.mscale_all_dim,
         },

@@ -83,6 +83,9 @@ def read_scaling(own: Fields, model: Fields) -> RopeScaling | None:
                 beta_fast=own.number("beta_fast", default=32.0),
                 beta_slow=own.number("beta_slow", default=1.0),
                 is_truncated=own.flag("truncate", default=True),
+                attention_factor=None
+                if own.get("attention_factor") is None
+                else own.number("attention_factor"),
                 mscale=own.number("mscale") if "mscale" in own else None,
                 mscale_all_dim=0.0
                 if own.get("mscale_all_dim") in {None, 0}
