@@ -12,7 +12,7 @@ def banner(
     """Return the lines that tell a person what runs here and how to reach it."""
     host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
     rows = {
-        "model": f"{model}, {config.engine.dtype} weights",
+        "model": f"{model}, {config.engine.weight_dtype} weights on {config.engine.device}",
         "address": f"http://{host}:{config.http.port}",
         "routes": ", ".join(route for route in routes if not route.startswith("*")),
     }

@@ -134,7 +134,11 @@ SETTINGS: tuple[Setting, ...] = (
         maximum=86_400,
         roles=_PD,
     ),
-    _setting("engine.dtype", "Weight packing; activations and KV are float32 either way."),
+    _setting("engine.device", "cpu, cuda or cuda:N. Only a CPU gives exact answers."),
+    _setting(
+        "engine.dtype",
+        "Of packed weights. auto: float16 on a CPU, bfloat16 (of KV, too) on CUDA.",
+    ),
     _setting(
         "engine.numerics",
         "strict: linear mixers give equal bits for any cut, at a cost; attention always does.",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prfaas.engine.kv import CPU, copied
 from prfaas.engine.linear import Packing, padded_rows
 from prfaas.engine.rope import RopeTable
 from prfaas.engine.sequence_kv import SequenceKv
@@ -35,7 +36,9 @@ class Batch:
         chunks: the other parts.
     """
 
-    def __init__(self, segments: Sequence[Segment], packing: Packing) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], packing: Packing, device: torch.device = CPU
+    ) -> None:
         tokens: list[int] = []
         positions: list[int] = []
         self.parts: list[tuple[slice, Segment]] = []
@@ -46,15 +49,15 @@ class Batch:
             positions.extend(range(first, first + len(segment.tokens)))
             self.parts.append((slice(start, len(tokens)), segment))
         padding = padded_rows(len(tokens), packing) - len(tokens)
-        self.tokens_T = torch.tensor(tokens + [0] * padding)
-        self.positions_T = torch.tensor(positions + [0] * padding)
+        self.tokens_T = torch.tensor(tokens + [0] * padding, device=device)
+        self.positions_T = torch.tensor(positions + [0] * padding, device=device)
         self._end_position = max(positions) + 1
         self._ropes: dict[RopeTable, Tensor] = {}
         is_step = [len(segment.tokens) == 1 for segment in segments]
         self.steps = [segment for segment, one in zip(segments, is_step, strict=True) if one]
         self.chunks = [part for part, one in zip(self.parts, is_step, strict=True) if not one]
         step_rows = [rows.start for (rows, _), one in zip(self.parts, is_step, strict=True) if one]
-        self.step_rows = torch.tensor(step_rows, dtype=torch.int64)
+        self.step_rows = torch.tensor(step_rows, dtype=torch.int64, device=device)
 
     @property
     def num_rows(self) -> int:
@@ -65,6 +68,14 @@ class Batch:
     def logit_rows(self) -> list[int]:
         """The rows whose logits are wanted."""
         return [rows.stop - 1 for rows, segment in self.parts if segment.num_logits]
+
+    def write_kv(self, layer: int, *rows_THK: Tensor) -> None:
+        """Put the rows of K and V, or of the latent, into the working copies of their sequences."""
+        dtype = self.parts[0][1].kv.kv_of(layer).dtype
+        sources = [copied(part_THK.to(dtype)) for part_THK in rows_THK]
+        for rows, segment in self.parts:
+            kv = segment.kv
+            kv.kv_of(layer).write(kv.num_tokens, *(source[rows] for source in sources))
 
     def rope(self, table: RopeTable) -> Tensor:
         """Return the table's turn of every row, gathered once a forward."""

@@ -10,6 +10,7 @@ Shapes: H KV heads, C capacity in tokens, T tokens, K a buffer's width.
 
 from collections.abc import Sequence
 from copy import copy
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,10 +22,20 @@ from prfaas.engine.mixer_spec import GqaSpec, MixerSpec, MlaSpec, ParallelSpec
 
 AttentionSpec = GqaSpec | MlaSpec
 Array = NDArray[np.float32]
+CPU = torch.device("cpu")
 
 WINDOW_SLACK_TOKENS = 1024
 """Room of a window layer beyond its window, for the tokens of a forward (a prefill chunk)."""
-FLOAT32_BYTES = 4
+
+
+class Copied(Protocol):
+    """A tensor, or an array in its place."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
+    def __setitem__(self, key: Any, value: Any, /) -> None: ...
+    def swapaxes(self, first: int, second: int, /) -> Any:
+        """Return a view of two dimensions in each other's place."""
 
 
 def attention_of(spec: MixerSpec) -> AttentionSpec | None:
@@ -46,12 +57,22 @@ class LayerKv:
     Grouped-query attention has two, K and V, whose widths may differ. Latent attention has one,
     [1, C, latent and rotated key]: its values are the first columns of its keys.
 
-    A buffer is seen by attention as a tensor and by what copies in and out as an array: for the few
-    KiB of a single token an array copy costs a tenth of a tensor's.
+    A buffer is seen by attention as a tensor and by what copies in and out as `copied` says. Pages
+    hold the buffers' dtype; a copy to one is over when write_to returns, whatever the device.
     """
 
-    def __init__(self, spec: AttentionSpec, capacity_tokens: int, margin_tokens: int) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        capacity_tokens: int,
+        margin_tokens: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+    ) -> None:
         self.spec = spec
+        self.dtype = dtype
+        self._device = device
         self._margin_tokens = margin_tokens
         self._end_tokens = 0  # tokens are written up to here
         self._finite_tokens = 0  # from base_tokens up to here no byte is uninitialised
@@ -59,14 +80,14 @@ class LayerKv:
 
     def _empty(self, capacity_tokens: int) -> tuple[Tensor, ...]:
         return tuple(
-            torch.empty(num_heads, capacity_tokens, width)
+            torch.empty(num_heads, capacity_tokens, width, dtype=self.dtype, device=self._device)
             for num_heads, width in buffer_shapes(self.spec)
         )
 
     def _hold(self, buffers: tuple[Tensor, ...], base_tokens: int) -> None:
         self.buffers = buffers
         self.base_tokens = base_tokens
-        self._arrays: tuple[Array, ...] = tuple(buffer.numpy() for buffer in buffers)
+        self._arrays = tuple(copied(buffer) for buffer in buffers)
         self._span = span_of(self.spec, buffers, base_tokens)
 
     @property
@@ -84,8 +105,11 @@ class LayerKv:
         """All that is held, for attention; void once the layer is written again."""
         return self._span
 
-    def write(self, start: int, *rows_THK: Array) -> None:
-        """Put positions start, start + 1, ...: K and V, or the latent; what follows them is void."""
+    def write(self, start: int, *rows_THK: Copied) -> None:
+        """Put positions start, start + 1, ...: K and V, or the latent; what follows them is void.
+
+        The rows are of the buffers' dtype and on their device, as `copied` returns them.
+        """
         num_tokens = len(rows_THK[0])
         room = self._room(start, num_tokens)
         for room_HTK, row_THK in zip(room, rows_THK, strict=True):
@@ -125,13 +149,18 @@ class LayerKv:
             room_HTK[:] = page_HTK
         self._end_tokens = max(self._end_tokens, start + num_tokens)
 
-    def _page(self, num_tokens: int, data: memoryview) -> list[Array]:
+    def _page(self, num_tokens: int, data: memoryview) -> list[Copied]:
         """Return the page's part of each buffer, [H, T, K]; views of `data`."""
-        expected = num_tokens * self.spec.values_per_token * FLOAT32_BYTES
+        expected = num_tokens * self.spec.values_per_token * self.dtype.itemsize
         if data.nbytes != expected:
             raise ValueError(f"a page of {data.nbytes} bytes; {num_tokens} tokens take {expected}")
-        values = np.frombuffer(data, dtype=np.float32)
-        parts, start = [], 0
+        values: Copied = (
+            np.frombuffer(data, dtype=np.float32)
+            if isinstance(self._arrays[0], np.ndarray)
+            else torch.frombuffer(data, dtype=self.dtype)
+        )
+        parts: list[Copied] = []
+        start = 0
         for num_heads, width in buffer_shapes(self.spec):
             stop = start + num_heads * num_tokens * width
             parts.append(values[start:stop].reshape(num_heads, num_tokens, width))
@@ -182,7 +211,7 @@ class LayerKv:
         first = num_tokens - (self.spec.window_tokens - 1) - self._margin_tokens
         return max(0, first) // KEY_BLOCK * KEY_BLOCK
 
-    def _room(self, start: int, num_tokens: int) -> list[Array]:
+    def _room(self, start: int, num_tokens: int) -> list[Copied]:
         """Return room in each buffer, [H, num_tokens, K], to be filled at once."""
         end, block_end = start + num_tokens, _ceil(start + num_tokens)
         if block_end - self.base_tokens > self.capacity_tokens:
@@ -211,6 +240,14 @@ class LayerKv:
             buffer_HCK[:, : held_end - base] = held_HCK if is_moved else held_HCK.clone()
         self._finite_tokens = held_end
         self._hold(buffers, base)
+
+
+def copied(tensor: Tensor) -> Copied:
+    """Return what a tensor is copied from and to by: an array in its place, where there is one.
+
+    For the few KiB of a single token an array copy costs a tenth of a tensor's.
+    """
+    return tensor.numpy() if tensor.is_cpu and tensor.dtype == torch.float32 else tensor
 
 
 def buffer_shapes(spec: AttentionSpec) -> tuple[tuple[int, int], ...]:

@@ -1,8 +1,9 @@
 """Linear layers whose rows do not depend on the batch they are computed in.
 
 Every result row is a function of its input row and the weight alone, bit for bit, whatever the
-number of rows. Plain `F.linear` on a CPU is not: it takes another kernel for few rows. Each packing
-here names the row counts for which the property holds, and the model pads its batches to them.
+number of rows. Plain `F.linear` on a CPU is not: it takes another kernel for few rows. Each exact
+packing here names the row counts for which the property holds, and the model pads its batches to
+them. The others are torch's own product on whatever device the weight lies on, padded to nothing.
 
 Shapes: M rows (tokens), K input dim, N output dim.
 """
@@ -15,7 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Packing = Literal["fbgemm-fp16", "onednn-f32", "padded-f32"]
+from prfaas.engine.mixer_spec import KvDtype
+
+ExactPacking = Literal["fbgemm-fp16", "onednn-f32", "padded-f32"]
+Packing = ExactPacking | Literal["torch-bf16", "torch-f32"]
+TORCH_DTYPES = {"torch-bf16": torch.bfloat16, "torch-f32": torch.float32}
+"""Weights of the packings that are not exact."""
 FBGEMM_PADDED_REMAINDER = (0, 3, 3, 3, 4, 5)
 """fbgemm cuts rows into bands of 6. Its kernels for 3 to 6 rows round alike, those for 1 and 2 do not."""
 SHARD_OUTPUTS = 8192
@@ -23,6 +29,16 @@ REORDER_BATCH_HINT = 64  # with a hint of 1, oneDNN packs for one row and M=1 ro
 
 Linear = Callable[[Tensor], Tensor]
 """x_MK -> y_MN; M must be one of padded_rows(), x_MK contiguous float32."""
+
+
+def is_exact(packing: Packing) -> bool:
+    """Return whether a row's bits do not depend on the rows beside it."""
+    return packing not in TORCH_DTYPES
+
+
+def kv_dtype(packing: Packing) -> KvDtype:
+    """Return what K, V and convolution rows are kept in: 16 bits where the products are too."""
+    return "bfloat16" if packing == "torch-bf16" else "float32"
 
 
 def pack(
@@ -36,6 +52,8 @@ def pack(
 
     A matrix is packed by one thread; a `pool` shares the shards of a large one.
     """
+    if packing == "torch-bf16" or packing == "torch-f32":  # narrows the type
+        return _pack_torch(weight_NK, bias_N, TORCH_DTYPES[packing])
     product = _pack_weight(weight_NK, packing, pool)
     if bias_N is None:
         return product
@@ -44,7 +62,7 @@ def pack(
     return lambda x_MK: product(x_MK).add_(bias)
 
 
-def _pack_weight(weight_NK: Tensor, packing: Packing, pool: Executor | None) -> Linear:
+def _pack_weight(weight_NK: Tensor, packing: ExactPacking, pool: Executor | None) -> Linear:
     match packing:
         case "fbgemm-fp16":
             return _pack_fbgemm(weight_NK, map if pool is None else pool.map)
@@ -53,6 +71,12 @@ def _pack_weight(weight_NK: Tensor, packing: Packing, pool: Executor | None) -> 
         case "padded-f32":
             weight = weight_NK.float().contiguous()
             return lambda x_MK: F.linear(x_MK, weight)
+
+
+def _pack_torch(weight_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Linear:
+    weight = weight_NK.to(dtype).contiguous()
+    bias = None if bias_N is None else bias_N.to(dtype)
+    return lambda x_MK: F.linear(x_MK.to(dtype), weight, bias).float()
 
 
 def _pack_fbgemm(weight_NK: Tensor, map_shards: Callable[..., Iterable[Any]]) -> Linear:
@@ -85,7 +109,7 @@ def padded_rows(num_rows: int, packing: Packing) -> int:
             return 6 * bands + FBGEMM_PADDED_REMAINDER[remainder]
         case "padded-f32":
             return -(-num_rows // 8) * 8  # MKL takes other kernels for 1 to 3 rows
-        case "onednn-f32":
+        case "onednn-f32" | "torch-bf16" | "torch-f32":
             return num_rows
 
 

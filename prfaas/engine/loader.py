@@ -1,12 +1,13 @@
 """Loads a model directory: config.json and safetensors, every tensor accounted for.
 
-Weights are mapped, packed one matrix at a time, and let go; only the embedding table stays mapped.
+Weights are mapped, packed one matrix at a time, and let go; only the embedding table stays mapped,
+on a CPU.
 """
 
 from pathlib import Path
-from typing import Literal
 
 from prfaas.engine.config import model_from_hf
+from prfaas.engine.device import find_device
 from prfaas.engine.loading.build import build_model
 from prfaas.engine.loading.checkpoint import (
     Weights,
@@ -21,7 +22,7 @@ from prfaas.engine.numerics import (
     is_linear,
     numerics_fingerprint,
 )
-from prfaas.engine.options import Numerics
+from prfaas.engine.options import Numerics, WeightDtype
 from prfaas.errors import ConfigError
 from prfaas.log import get_logger
 
@@ -31,24 +32,38 @@ __all__ = ["Weights", "load_model", "weights_fingerprint"]
 def load_model(
     model_dir: Path,
     *,
-    dtype: Literal["float16", "float32"] = "float16",
+    dtype: WeightDtype = "float16",
     numerics: Numerics = "grid",
+    device: str = "cpu",
 ) -> Model:
-    """Return the model in `model_dir`, its weights packed for `dtype`.
+    """Return the model in `model_dir`, its weights packed for `dtype` on `device`.
 
     Raises:
         ConfigError: a file is missing or damaged, a feature is not supported, a tensor is missing,
-            left over or of another shape, or this machine computes no packing exactly.
+            left over or of another shape, there is no such device, it has no such dtype or numerics,
+            or the self-test fails with every packing.
     """
+    place = find_device(device)
+    packings = candidate_packings(dtype, place)
+    if numerics == "strict" and place.type != "cpu":
+        raise ConfigError(
+            f"engine.numerics = strict: on engine.device = {device!r} a row's bits depend on the "
+            "batch; use grid, or a CPU"
+        )
     spec = model_from_hf(read_json(model_dir / "config.json"))
     if numerics == "strict" and not any(is_linear(layer) for layer in spec.layers):
         get_logger().info("numerics.strict_already", model_type=spec.model_type)
     weights = Weights(model_dir)
     fingerprint = model_fingerprint(model_dir, weights)
     faults = []
-    for packing in candidate_packings(dtype):
+    for packing in packings:
         model = build_model(
-            spec, weights, packing, model_fingerprint=fingerprint, numerics=numerics
+            spec,
+            weights,
+            packing,
+            model_fingerprint=fingerprint,
+            numerics=numerics,
+            device=place,
         )
         weights.check_all_taken(spec)
         weights.release()

@@ -13,10 +13,12 @@ from torch import Tensor
 from prfaas.cache.spec import CacheLayout
 from prfaas.engine.batch import Batch, Segment
 from prfaas.engine.chunk_grid import replay_dim
+from prfaas.engine.kv import CPU
 from prfaas.engine.kv_groups import kv_groups
 from prfaas.engine.layers.moe import MoeMlp
 from prfaas.engine.layers.norm import RmsNorm
-from prfaas.engine.linear import Linear, Packing, padded_rows
+from prfaas.engine.linear import Linear, Packing, is_exact, kv_dtype, padded_rows
+from prfaas.engine.mixer_spec import KvDtype
 from prfaas.engine.model_spec import ModelSpec, ResidualSpec
 from prfaas.engine.options import Numerics
 from prfaas.engine.sequence_kv import SequenceKv, capacity_bytes
@@ -26,7 +28,7 @@ __all__ = ["Block", "Embedding", "Model", "Residual", "Segment"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding:
-    """Rows of the embedding table, which stays in the mapped checkpoint file."""
+    """Rows of the embedding table, which on a CPU stays in the mapped checkpoint file."""
 
     weight: Tensor
     """[V, D], of any float dtype."""
@@ -113,6 +115,7 @@ class Model:
         packing: Packing,
         model_fingerprint: str,
         numerics: Numerics = "grid",
+        device: torch.device = CPU,
     ) -> None:
         self.config = config
         self.embed_tokens = embed_tokens
@@ -122,11 +125,24 @@ class Model:
         self.packing = packing
         self.model_fingerprint = model_fingerprint
         self.numerics = numerics
+        self.device = device
         self.numerics_fingerprint = ""  # set once the self-test passed
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a row's bits depend on its sequence's tokens alone."""
+        return is_exact(self.packing)
+
+    @property
+    def kv_dtype(self) -> KvDtype:
+        """What pages hold K, V and convolution rows in."""
+        return kv_dtype(self.packing)
 
     def layout(self, block_tokens: int) -> CacheLayout:
         """Return the groups of layers whose KV is cached together."""
-        return kv_groups(self.config.layers, block_tokens, replay_dims=self._replay_dims())
+        return kv_groups(
+            self.config.layers, block_tokens, self.kv_dtype, replay_dims=self._replay_dims()
+        )
 
     def new_kv(self, *, capacity_tokens: int, block_tokens: int = 64) -> SequenceKv:
         """Return an empty working copy for a sequence of up to `capacity_tokens`."""
@@ -135,6 +151,8 @@ class Model:
             capacity_tokens=capacity_tokens,
             block_tokens=block_tokens,
             replay_dims=self._replay_dims(),
+            kv_dtype=self.kv_dtype,
+            device=self.device,
         )
 
     def _replay_dims(self) -> list[int | None] | None:
@@ -144,15 +162,16 @@ class Model:
 
     def kv_capacity_bytes(self, num_tokens: int) -> int:
         """Return the bytes of the working copy of a sequence of up to `num_tokens`."""
-        return capacity_bytes(self.config.layers, num_tokens, self._replay_dims())
+        return capacity_bytes(self.config.layers, num_tokens, self._replay_dims(), self.kv_dtype)
 
     @torch.no_grad()
     def forward(
         self, segments: Sequence[Segment], *, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
-        """Run every segment's tokens; return float32 logits [sum of num_logits, V].
+        """Run every segment's tokens; return float32 logits on the CPU, [sum of num_logits, V].
 
-        Segments must be of different sequences. A row's bits depend on its sequence's tokens alone.
+        Segments must be of different sequences. A row's bits depend on its sequence's tokens alone,
+        if the model is exact.
         Each kv.num_tokens advances when forward returns; after an error none has, and the same
         forward may be run again.
 
@@ -163,12 +182,12 @@ class Model:
         """
         for segment in segments:
             segment.kv.begin_forward(segment.snapshots)
-        batch = Batch(segments, self.packing)
+        batch = Batch(segments, self.packing, self.device)
         x_TD = self.embed_tokens(batch.tokens_T)
         on_layer = on_layer or _ignore
         for index, layer in enumerate(self.layers):
             layer.add_to(x_TD, batch, index, partial(on_layer, index))
-        logits_TV = self._logits(x_TD, batch.logit_rows)
+        logits_TV = self._logits(x_TD, batch.logit_rows).cpu()
         for segment in segments:
             segment.kv.num_tokens += len(segment.tokens)
         return logits_TV

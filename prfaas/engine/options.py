@@ -4,25 +4,38 @@ from dataclasses import dataclass
 from typing import Literal
 
 Numerics = Literal["grid", "strict"]
+WeightDtype = Literal["float16", "bfloat16", "float32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """Options of the `[engine]` section."""
 
-    dtype: Literal["float16", "float32"] = "float16"
-    """Weight packing on CPU. Activations and KV are float32 either way."""
+    device: str = "cpu"
+    """cpu, cuda (the first device) or cuda:N. A CPU is exact; on CUDA a row's bits depend on the batch
+    it is computed in, so that answers say exact: false."""
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    """Of packed weights. CPU: float16 (auto) or float32, with float32 KV. CUDA: bfloat16 (auto) with
+    bfloat16 KV, or float32 with float32 KV, which is what a CPU node can take."""
     numerics: Numerics = "grid"
     """Of linear mixers: equal bits for cuts on the absolute grid of 64 tokens, or strict, for any
-    cut and for decode, by replay at a cost. Models of attention alone are always strict."""
+    cut and for decode, by replay at a cost. Models of attention alone are always strict. On CUDA
+    there is no strict."""
     threads: int | None = None
     """Torch threads; None is all cores. Two nodes on one machine: cores / nodes."""
     max_batch_sequences: int = 8
     chunk_tokens: int = 576
     """Prefill tokens of one step; a multiple of the block."""
     kv_ram_bytes: int = 4 << 30
-    """Budget for working KV of running sequences; beyond it the youngest is preempted."""
+    """Budget for working KV of running sequences, on the model's device; beyond it the youngest is preempted."""
     max_context_tokens: int | None = None
     """Prompt plus completion; None is the model's own limit."""
     max_waiting_requests: int = 256
     """A full queue answers 503."""
+
+    @property
+    def weight_dtype(self) -> WeightDtype:
+        """The dtype, chosen if it is auto."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "float16" if self.device == "cpu" else "bfloat16"

@@ -122,7 +122,7 @@ def _scan(
 
 def _step(core: Recurrence, rows_TR: Tensor, walks: Sequence[_Walk], out_TX: Tensor) -> None:
     """Take one row of each walk."""
-    rows = torch.tensor([walk.row for walk in walks])
+    rows = torch.tensor([walk.row for walk in walks], device=rows_TR.device)
     out_SX, states = core.step(rows_TR[rows], [walk.state for walk in walks])
     out_TX[rows] = out_SX
     for walk, state in zip(walks, states, strict=True):

@@ -6,9 +6,11 @@ They are exported and imported as pages: K and V by the block, a state by the sl
 from collections.abc import Sequence
 from copy import copy
 
+import torch
+
 from prfaas.engine.chunk_grid import exported_state_bytes
-from prfaas.engine.kv import FLOAT32_BYTES, LayerKv, attention_of, layer_capacity
-from prfaas.engine.mixer_spec import MixerSpec
+from prfaas.engine.kv import CPU, LayerKv, attention_of, layer_capacity
+from prfaas.engine.mixer_spec import KV_DTYPE_BYTES, KvDtype, MixerSpec
 from prfaas.engine.states import LayerState
 
 HELD_STATES = 2
@@ -19,6 +21,7 @@ def capacity_bytes(
     layers: Sequence[MixerSpec],
     capacity_tokens: int,
     replay_dims: Sequence[int | None] | None = None,
+    kv_dtype: KvDtype = "float32",
 ) -> int:
     """Return the bytes of a sequence's working copy in all layers.
 
@@ -27,17 +30,18 @@ def capacity_bytes(
     """
     dims = replay_dims or [None] * len(layers)
     return sum(
-        _kv_bytes(layer, capacity_tokens) + HELD_STATES * exported_state_bytes(layer, dim)
+        _kv_bytes(layer, capacity_tokens, kv_dtype)
+        + HELD_STATES * exported_state_bytes(layer, dim, kv_dtype)
         for layer, dim in zip(layers, dims, strict=True)
     )
 
 
-def _kv_bytes(layer: MixerSpec, capacity_tokens: int) -> int:
+def _kv_bytes(layer: MixerSpec, capacity_tokens: int, kv_dtype: KvDtype) -> int:
     attention = attention_of(layer)
     if attention is None:
         return 0
     num_tokens = layer_capacity(attention, capacity_tokens)
-    return num_tokens * attention.values_per_token * FLOAT32_BYTES
+    return num_tokens * attention.values_per_token * KV_DTYPE_BYTES[kv_dtype]
 
 
 class SequenceKv:
@@ -55,6 +59,8 @@ class SequenceKv:
         capacity_tokens: int,
         block_tokens: int,
         replay_dims: Sequence[int | None] | None = None,
+        kv_dtype: KvDtype = "float32",
+        device: torch.device = CPU,
     ) -> None:
         """Make an empty working copy.
 
@@ -63,13 +69,25 @@ class SequenceKv:
             capacity_tokens: the sequence's length is up to it.
             block_tokens: of the pages.
             replay_dims: in strict mode the width of each linear layer's replayed rows.
+            kv_dtype: of K and V, and of convolution rows in pages.
+            device: where all of it lies.
         """
         self.num_tokens = 0
         self.capacity_tokens = capacity_tokens
         self.block_tokens = block_tokens
-        self.layers = [_new_kv(spec, capacity_tokens, block_tokens) for spec in layers]
+        dtype: torch.dtype = getattr(torch, kv_dtype)
+        attentions = [attention_of(spec) for spec in layers]
+        self.layers = [
+            None
+            if attention is None
+            else LayerKv(attention, capacity_tokens, block_tokens, dtype=dtype, device=device)
+            for attention in attentions
+        ]
         dims = replay_dims or [None] * len(layers)
-        self.states = [_new_state(spec, dim) for spec, dim in zip(layers, dims, strict=True)]
+        self.states = [
+            LayerState(spec, replay_dim=dim, kv_dtype=dtype, device=device) if spec.states else None
+            for spec, dim in zip(layers, dims, strict=True)
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -140,12 +158,3 @@ class SequenceKv:
         other.layers = [None if layer is None else layer.fork() for layer in self.layers]
         other.states = [None if state is None else state.fork() for state in self.states]
         return other
-
-
-def _new_kv(spec: MixerSpec, capacity_tokens: int, block_tokens: int) -> LayerKv | None:
-    attention = attention_of(spec)
-    return None if attention is None else LayerKv(attention, capacity_tokens, block_tokens)
-
-
-def _new_state(spec: MixerSpec, replay_dim: int | None) -> LayerState | None:
-    return LayerState(spec, replay_dim=replay_dim) if spec.states else None

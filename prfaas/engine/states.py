@@ -6,18 +6,18 @@ forward that failed can be run again from where it began.
 """
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prfaas.engine.chunk_grid import CHUNK_TOKENS, replay_dim
-from prfaas.engine.mixer_spec import STATE_DTYPE_BYTES, MixerSpec
+from prfaas.engine.mixer_spec import MixerSpec
 
 __all__ = ["CHUNK_TOKENS", "LayerState", "State", "replay_dim"]
 
+CPU = torch.device("cpu")
 State = tuple[Tensor, ...]
 """Float32, contiguous; in the order of the spec's states: convolution rows, then the recurrence."""
 
@@ -35,11 +35,24 @@ class LayerState:
         wanted: positions that the running forward captures, ascending.
     """
 
-    def __init__(self, spec: MixerSpec, *, replay_dim: int | None = None) -> None:
+    def __init__(
+        self,
+        spec: MixerSpec,
+        *,
+        replay_dim: int | None = None,
+        kv_dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+    ) -> None:
         replay = () if replay_dim is None else ((CHUNK_TOKENS, replay_dim),)
         self.shapes: tuple[tuple[int, ...], ...] = (*(s.shape for s in spec.states), *replay)
-        self.nbytes = STATE_DTYPE_BYTES * sum(math.prod(shape) for shape in self.shapes)
+        self._dtypes = [kv_dtype if s.dtype == "activation" else torch.float32 for s in spec.states]
+        self._dtypes += [torch.float32] * len(replay)
+        self.nbytes = sum(
+            math.prod(shape) * dtype.itemsize
+            for shape, dtype in zip(self.shapes, self._dtypes, strict=True)
+        )
         self.replay_dim = replay_dim
+        self._device = device
         self._spec = spec
         self.wanted: tuple[int, ...] = ()
         self._held: dict[int, State] = {}
@@ -61,7 +74,7 @@ class LayerState:
             ValueError: there is none.
         """
         if position == 0 and 0 not in self._held:
-            self._held[0] = tuple(torch.zeros(shape) for shape in self.shapes)
+            self._held[0] = tuple(torch.zeros(shape, device=self._device) for shape in self.shapes)
         if position not in self._held:
             raise ValueError(f"no state at {position} tokens; there is one at {self.positions}")
         return self._held[position]
@@ -92,19 +105,22 @@ class LayerState:
     def write_to(self, position: int, out: memoryview, start: int) -> None:
         """Write bytes start, ... of the state at `position` until `out` is full.
 
-        The bytes of a state are its tensors one after another, float32, little-endian.
+        The bytes of a state are its tensors one after another, little-endian: convolution rows in
+        the dtype of K and V, all else float32.
 
         Raises:
             ValueError: there is no state at `position`, or it ends before `out` does.
         """
         self._check_slice(out, start)
         offset = 0
-        for tensor in self.at(position):
-            source = tensor.numpy().reshape(-1).data.cast("B")
-            low, high = max(start, offset), min(start + out.nbytes, offset + source.nbytes)
+        for tensor, dtype in zip(self.at(position), self._dtypes, strict=True):
+            end = offset + tensor.numel() * dtype.itemsize
+            low, high = max(start, offset), min(start + out.nbytes, end)
             if low < high:
-                out.cast("B")[low - start : high - start] = source[low - offset : high - offset]
-            offset += source.nbytes
+                source = tensor.to(dtype).reshape(-1).view(torch.uint8)
+                part = source[low - offset : high - offset].cpu().numpy()
+                out.cast("B")[low - start : high - start] = part.data
+            offset = end
 
     def read_from(self, position: int, data: memoryview, start: int) -> None:
         """Take bytes start, ... of a state at `position`; it is held once every byte has come.
@@ -119,7 +135,8 @@ class LayerState:
         if arrival is None:
             arrival = self._arriving[position] = _Arrival(self.nbytes)
         if arrival.take(data, start):
-            self._held[position] = arrival.tensors(self.shapes)
+            tensors = arrival.tensors(self.shapes, self._dtypes)
+            self._held[position] = tuple(tensor.to(self._device) for tensor in tensors)
             del self._arriving[position]
 
     def _check_slice(self, data: memoryview, start: int) -> None:
@@ -144,12 +161,13 @@ class _Arrival:
         self._gaps = sorted((low, high) for low, high in pieces if low < high)
         return not self._gaps
 
-    def tensors(self, shapes: Sequence[tuple[int, ...]]) -> State:
-        """Return the state in memory of its own, aligned as torch aligns tensors."""
-        values = torch.from_numpy(self._bytes.view(np.float32))
-        sizes = [math.prod(shape) for shape in shapes]
-        ends = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
-        return tuple(
-            values[low:high].reshape(shape).clone()
-            for (low, high), shape in zip(pairwise(ends), shapes, strict=True)
-        )
+    def tensors(
+        self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
+    ) -> Iterator[Tensor]:
+        """Yield the state in float32 memory of its own, aligned as torch aligns tensors."""
+        start = 0
+        for shape, dtype in zip(shapes, dtypes, strict=True):
+            stop = start + math.prod(shape) * dtype.itemsize
+            stored = torch.from_numpy(self._bytes[start:stop]).clone()
+            yield stored.view(dtype).view(shape).float()
+            start = stop

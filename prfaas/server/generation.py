@@ -12,13 +12,16 @@ class RunningGeneration:
     """The events of one request and its record; the driver puts, the client iterates.
 
     What was put is part of the answer for good: `drawn_tokens` is what a fallback continues from.
-    The buffer is bounded by what the request may draw, choices times max_tokens.
+    The buffer is bounded by what the request may draw, choices times max_tokens. `is_exact` says it of
+    what this node computes; a peer's KV can only take it away.
     """
 
-    def __init__(self, request: Request, *, clock: Clock) -> None:
+    def __init__(self, request: Request, *, clock: Clock, is_exact: bool = True) -> None:
         self.request = request
         self.record = RequestRecord(
-            request_id=request.request_id, prompt_tokens=len(request.prompt_tokens)
+            request_id=request.request_id,
+            prompt_tokens=len(request.prompt_tokens),
+            exact=is_exact,
         )
         self.first_logits: bytes | None = None
         self.on_stop_choice: Callable[[int], None] | None = None

@@ -18,8 +18,6 @@ from prfaas.text.chat_template import ChatTemplate
 from prfaas.text.tokenizer import Tokenizer
 from prfaas.transport.handshake import Identity
 
-KV_DTYPE = "float32"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeParts:
@@ -28,6 +26,8 @@ class NodeParts:
     identity: Identity
     cache: PrefixCache
     runner: Runner
+    is_exact: bool
+    """The same tokens give the same bits, whatever is computed beside them."""
     vocab_size: int
     tokenizer: Tokenizer
     chat_template: ChatTemplate
@@ -49,7 +49,10 @@ def load_parts(config: NodeConfig, progress: Progress) -> NodeParts:
     override = config.model.chat_template
     chat_template = ChatTemplate.load(model_dir, None if override is None else Path(override))
     progress("load weights", 0, 1)
-    model = load_model(model_dir, dtype=config.engine.dtype, numerics=config.engine.numerics)
+    engine = config.engine
+    model = load_model(
+        model_dir, dtype=engine.weight_dtype, numerics=engine.numerics, device=engine.device
+    )
     progress("allocate cache", 0, 1)
     layout = model.layout(config.cache.block_tokens)
     model_fingerprint, numerics = model.model_fingerprint, model.numerics_fingerprint
@@ -58,7 +61,7 @@ def load_parts(config: NodeConfig, progress: Progress) -> NodeParts:
         return root_key(
             model_fingerprint=model_fingerprint,
             numerics_fingerprint=numerics,
-            kv_dtype=KV_DTYPE,
+            kv_dtype=model.kv_dtype,
             layout=layout,
             salt=salt,
         )
@@ -69,13 +72,14 @@ def load_parts(config: NodeConfig, progress: Progress) -> NodeParts:
             model_fingerprint=model_fingerprint,
             tokenizer_fingerprint=tokenizer.fingerprint,
             template_fingerprint=chat_template.fingerprint,
-            kv_dtype=KV_DTYPE,
+            kv_dtype=model.kv_dtype,
             block_tokens=layout.block_tokens,
             layout=layout_text(layout),
             numerics_fingerprint=numerics,
         ),
         cache=cache,
         runner=Runner(model=model, cache=cache, options=config.engine, clock=monotonic_s),
+        is_exact=model.is_exact,
         vocab_size=model.config.vocab_size,
         tokenizer=tokenizer,
         chat_template=chat_template,

@@ -57,6 +57,7 @@ class PdNode:
         clock: Clock,
         tokenizer: Tokenizer,
         chat_template: ChatTemplate,
+        is_exact: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -67,6 +68,7 @@ class PdNode:
         self._engine = EngineThread(engine, clock=clock, name="pd-engine")
         self._options = options
         self._vocab_size = vocab_size
+        self._is_exact = is_exact
         self._metrics = metrics
         self._clock = clock
         self._keys = KeyThread(cache.block_keys)
@@ -179,7 +181,9 @@ class PdNode:
         The prompt's and the answer's pages are let go before the block is left, except for those
         that the engine has in hand: within a step.
         """
-        generation = RunningGeneration(self._within_context(request), clock=self._clock)
+        generation = RunningGeneration(
+            self._within_context(request), clock=self._clock, is_exact=self._is_exact
+        )
         driver = self._spawn(self._drive(generation, force_route, return_logits))
         self._drivers.add(driver)
         driver.add_done_callback(self._drivers.discard)
@@ -281,4 +285,5 @@ def load_pd_node(config: NodeConfig, metrics: TransferMetrics, progress: Progres
         clock=parts.clock,
         tokenizer=parts.tokenizer,
         chat_template=parts.chat_template,
+        is_exact=parts.is_exact,
     )

@@ -40,7 +40,8 @@ class Peer:
         self.state: PeerState = "unknown"
         self.detail = "no handshake yet"
         self.is_exact = True
-        """Its KV has our bits; False only with accept_numerics approximate."""
+        """Its numerics are ours; False only with accept_numerics approximate. Whether ours are exact at all is
+        another matter."""
         self.numerics_fingerprint = identity.numerics_fingerprint
         """Of the last handshake that fitted; ours before it."""
         self._identity = identity

@@ -10,7 +10,10 @@ MAX_VALUE_CHARS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """A node as its peers see it: equal identities make equal KV bytes from equal tokens."""
+    """A node as its peers see it: equal identities make equal KV bytes from equal tokens.
+
+    Unless their numerics say that rows depend on the batch: then the bytes are alike, not equal.
+    """
 
     model_fingerprint: str
     """sha256 over the weight bytes."""
@@ -46,7 +49,7 @@ def parse_identity(value: object) -> Identity:
 
 
 def check_compatible(ours: Identity, theirs: Identity, *, accept_approximate: bool) -> bool:
-    """Return whether KV of `theirs` is bit-exact for `ours`; False is "approximate".
+    """Return whether KV of `theirs` is as if computed by `ours`; False is "approximate".
 
     Raises IncompatiblePeer with both values of every field that differs. Numerics may differ only
     with `accept_approximate`.

@@ -20,7 +20,7 @@ def test_a_pd_node_names_model_address_routes_and_peer():
     lines = lines_of(peer="127.0.0.1:8100", threshold_tokens="99")
     assert lines[0].endswith("role pd, is ready")
     assert lines[1:] == [
-        "model tiny, float16 weights",
+        "model tiny, float16 weights on cpu",
         "address http://127.0.0.1:8000",
         "routes GET /health, POST /v1/chat/completions",
         "peer 127.0.0.1:8100 for more than 99 uncached prompt tokens",

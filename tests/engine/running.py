@@ -112,7 +112,7 @@ class Node:
             root=lambda salt: root_key(
                 model_fingerprint=model.model_fingerprint,
                 numerics_fingerprint=model.numerics_fingerprint,
-                kv_dtype="float32",
+                kv_dtype=model.kv_dtype,
                 layout=layout,
                 salt=salt,
             ),

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from prfaas.engine.attention import attend, attend_steps
 from prfaas.engine.batch import Batch
+from prfaas.engine.layers.torch_attention import TorchAttention
+from prfaas.engine.linear import Packing, is_exact
 
 
 class BatchAttention:
-    """The attention of one layer.
+    """The attention of one layer, exact: a row depends on its own sequence alone. For a CPU.
 
     Attributes:
         has_exact_steps: attend_steps gives the bits of attend on this machine; the self-test may
@@ -47,3 +49,12 @@ class BatchAttention:
                 sinks_HG=self._sinks_HG,
                 out_THGV=out_THGV[rows],
             )
+
+
+Attention = type[BatchAttention] | type[TorchAttention]
+"""Called with scale, window_tokens and sinks_HG, it makes one layer's attention."""
+
+
+def attention_for(packing: Packing) -> Attention:
+    """Return the kernels that keep what the packing promises."""
+    return BatchAttention if is_exact(packing) else TorchAttention

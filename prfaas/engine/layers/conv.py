@@ -27,6 +27,11 @@ class CausalConv:
         self._block_rows = max(self._num_kept, BLOCK_VALUES // weight_WC.shape[1])
         self._has_silu = has_silu
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie, and what is computed."""
+        return self._weight_WC.device
+
     def scan(
         self, rows_TC: Tensor, state_WC: Tensor, stops: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:

@@ -23,7 +23,7 @@ from prfaas.engine.states import CHUNK_TOKENS, State
 
 SLAB_TOKENS = 2 * CHUNK_TOKENS
 """Tokens whose chunks are prepared at once: what is made of them stays in cache."""
-_NORM_EPS = torch.tensor([1e-6])
+NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,8 @@ class DeltaRecurrence:
         ]
         self.row_dim = sum(self._widths)
         self.out_dim = num_value_heads * value_dim
-        scales = torch.ones(2 * num_key_heads, 1)
+        self._norm_eps = torch.tensor([NORM_EPS], device=conv.device)
+        scales = torch.ones(2 * num_key_heads, 1, device=conv.device)
         scales[:num_key_heads] = key_dim**-0.5
         self._qk_scales = scales
 
@@ -106,7 +107,7 @@ class DeltaRecurrence:
         num_heads, key_dim = self._qk_shape
         qk_THK = qkv_TC[:, : num_heads * key_dim].view(-1, num_heads, key_dim)
         norm_TH1 = torch.linalg.vector_norm(qk_THK, dim=2, keepdim=True)
-        scale_TH1 = torch.addcmul(_NORM_EPS, norm_TH1, norm_TH1).rsqrt_().mul_(self._qk_scales)
+        scale_TH1 = torch.addcmul(self._norm_eps, norm_TH1, norm_TH1).rsqrt_().mul_(self._qk_scales)
         q_ThK, k_ThK = (qk_THK * scale_TH1).chunk(2, dim=1)
         return DeltaRows(
             q=q_ThK,

@@ -6,12 +6,11 @@ that is projected.
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from prfaas.engine.batch import Batch
-from prfaas.engine.layers.batch_attention import BatchAttention
+from prfaas.engine.layers.batch_attention import Attention, BatchAttention
 from prfaas.engine.layers.mlp import inverse_sigmoid
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear
@@ -35,6 +34,7 @@ class GqaMixer:
         qk_norm: RmsNorm | None,
         rope: RopeTable | None,
         sinks_H: Tensor | None = None,
+        attention: Attention = BatchAttention,
     ) -> None:
         """Make the layer.
 
@@ -46,6 +46,7 @@ class GqaMixer:
                 all_heads, over all of q and over all of k.
             rope: turns q and k; None: positions are not encoded.
             sinks_H: a learnt score of each query head.
+            attention: by which kernels.
         """
         self.spec = spec
         self.qkv_proj = qkv_proj
@@ -53,7 +54,7 @@ class GqaMixer:
         self.qk_norm = qk_norm
         self.rope = rope
         by_group = (spec.num_kv_heads, -1)
-        self.attend = BatchAttention(
+        self.attend = attention(
             scale=spec.scale,
             window_tokens=spec.window_tokens,
             sinks_HG=None if sinks_H is None else sinks_H.float().view(by_group),
@@ -62,27 +63,28 @@ class GqaMixer:
         if qk_norm is not None and spec.qk_norm_span == "all_heads":
             heads = torch.split(qk_norm.weight, [spec.num_heads, spec.num_kv_heads])
             self._spans = tuple(qk_norm.with_weight(part.flatten()) for part in heads)
-        self._num_qk = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-        self._num_qkv = self._num_qk + spec.num_kv_heads * spec.value_dim
+        num_gates = spec.num_heads * spec.value_dim if spec.has_output_gate else 0
+        self._widths = [
+            (spec.num_heads + spec.num_kv_heads) * spec.head_dim,
+            spec.num_kv_heads * spec.value_dim,
+            num_gates,
+        ]
 
     def __call__(
         self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
     ) -> Tensor:
         """Return the mixer's output rows; calls `on_written` once all K and V are in place."""
         spec = self.spec
-        qkv_TN = self.qkv_proj(x_TD)
-        qk_THK = self._normed(qkv_TN[:, : self._num_qk])
+        qk_TN, v_TN, gate_TN = torch.split(self.qkv_proj(x_TD), self._widths, dim=1)
+        qk_THK = self._normed(qk_TN)
         if self.rope is not None:
             qk_THK = rotate(qk_THK, batch.rope(self.rope))
-        k_array = qk_THK[:, spec.num_heads :].numpy()
-        v_array = qkv_TN.numpy()[:, self._num_qk : self._num_qkv]
-        v_array = v_array.reshape(len(x_TD), spec.num_kv_heads, spec.value_dim)
-        if spec.value_scale != 1.0:
-            v_array = v_array * np.float32(spec.value_scale)
-        for rows, segment in batch.parts:
-            segment.kv.kv_of(layer).write(segment.kv.num_tokens, k_array[rows], v_array[rows])
-        on_written()
         by_group = (len(x_TD), spec.num_kv_heads, -1)
+        v_THV = v_TN.view(by_group)
+        if spec.value_scale != 1.0:
+            v_THV = v_THV * spec.value_scale
+        batch.write_kv(layer, qk_THK[:, spec.num_heads :], v_THV)
+        on_written()
         out_TD = x_TD.new_zeros(len(x_TD), spec.num_heads * spec.value_dim)
         self.attend(
             qk_THK[:, : spec.num_heads].view(*by_group, spec.head_dim),
@@ -91,7 +93,7 @@ class GqaMixer:
             out_TD.view(*by_group, spec.value_dim),
         )
         if spec.has_output_gate:
-            out_TD.div_(inverse_sigmoid(qkv_TN[:, self._num_qkv :]))
+            out_TD.div_(inverse_sigmoid(gate_TN))
         return self.o_proj(out_TD)
 
     def _normed(self, qk_TN: Tensor) -> Tensor:

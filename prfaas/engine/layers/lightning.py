@@ -21,6 +21,7 @@ from prfaas.engine.recurrence import run
 from prfaas.engine.rope import RopeTable, rotate
 from prfaas.engine.states import CHUNK_TOKENS, State
 
+CPU = torch.device("cpu")
 STEP_ROWS = 8
 """Rows of a step's product q^T S: a matrix product of fewer takes other kernels on some machines."""
 
@@ -49,12 +50,12 @@ def recur(
 class LightningCore:
     """The recurrence over rows [q | k | v] to which silu, norm and rotation are done."""
 
-    def __init__(self, spec: LightningSpec) -> None:
+    def __init__(self, spec: LightningSpec, device: torch.device = CPU) -> None:
         self._num_heads, self._head_dim, self._scale = spec.num_heads, spec.head_dim, spec.scale
         self.out_dim = spec.num_heads * spec.head_dim
         self.row_dim = 3 * self.out_dim
-        slope_H = slopes(spec)
-        steps_C = torch.arange(CHUNK_TOKENS + 1, dtype=torch.float64)
+        slope_H = slopes(spec).to(device)
+        steps_C = torch.arange(CHUNK_TOKENS + 1, dtype=torch.float64, device=device)
         decay_HC = torch.exp(-slope_H[:, None] * steps_C).float()
         distance_CC = steps_C[:-1, None] - steps_C[None, :-1]
         mask_HCC = torch.exp(-slope_H[:, None, None] * distance_CC.clamp(min=0)).tril_()
@@ -141,7 +142,7 @@ class LightningMixer:
         out_proj: Linear,
     ) -> None:
         self.spec = spec
-        self.core = LightningCore(spec)
+        self.core = LightningCore(spec, norm.weight.device)
         self.in_proj = in_proj
         self.qk_norm = qk_norm
         self.rope = rope

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from prfaas.engine.batch import Batch
-from prfaas.engine.layers.batch_attention import BatchAttention
+from prfaas.engine.layers.batch_attention import Attention, BatchAttention
 from prfaas.engine.layers.mlp import inverse_sigmoid
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear
@@ -44,6 +44,7 @@ class MlaMixer:
         o_proj: Linear,
         gate_proj: Linear | None,
         rope: RopeTable | None,
+        attention: Attention = BatchAttention,
     ) -> None:
         """Make the layer.
 
@@ -57,6 +58,7 @@ class MlaMixer:
             o_proj: of the heads' outputs, [T, H * V].
             gate_proj: x_TD -> [T, H], whose sigmoid multiplies each head's output.
             rope: turns P dimensions; None: they take part as they are.
+            attention: by which kernels.
         """
         self.spec = spec
         self.q_proj = q_proj
@@ -65,7 +67,7 @@ class MlaMixer:
         self.o_proj = o_proj
         self.gate_proj = gate_proj
         self.rope = rope
-        self.attend = BatchAttention(scale=spec.scale, window_tokens=None)
+        self.attend = attention(scale=spec.scale, window_tokens=None)
         self._k_up_HNR = k_up_HNR.float().contiguous()
         self._v_up_HRV = v_up_HRV.float().contiguous()
 
@@ -81,9 +83,7 @@ class MlaMixer:
             turns = batch.rope(self.rope)
             q_THP, k_T1P = rotate(q_THP, turns), rotate(k_T1P, turns)
         latent_TR = self.kv_norm(kv_TK[:, : spec.latent_dim])
-        latents = torch.cat([latent_TR, k_T1P[:, 0]], dim=1)[:, None].numpy()
-        for rows, segment in batch.parts:
-            segment.kv.kv_of(layer).write(segment.kv.num_tokens, latents[rows])
+        batch.write_kv(layer, torch.cat([latent_TR, k_T1P[:, 0]], dim=1)[:, None])
         on_written()
         q_THR = _by_head(q_TH[..., : spec.nope_dim], self._k_up_HNR).transpose(0, 1)
         q_THK = torch.cat([q_THR, q_THP], dim=-1)

@@ -5,6 +5,7 @@ Shapes: T tokens, D model dim, F feed-forward dim.
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import assert_never
 
 import torch
@@ -18,7 +19,6 @@ SLAB_ROWS = 192
 the linear layers accept stays one after taking this many away."""
 GELU_LINEAR = -2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = GELU_LINEAR * 0.044715
-_GELU_LINEAR = torch.tensor([GELU_LINEAR])
 CLAMP = 7.0
 """gpt-oss keeps its gate below it, and up within it either way."""
 CLAMPED_SLOPE = 1.702
@@ -115,8 +115,13 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
     Computed as x * sigmoid of twice the argument, which is the same function.
     """
-    inner = torch.addcmul(_GELU_LINEAR, x, x, value=GELU_CUBIC).mul_(x)
+    inner = torch.addcmul(_gelu_linear(x.device), x, x, value=GELU_CUBIC).mul_(x)
     return x / inner.exp_().add_(1.0)
+
+
+@cache
+def _gelu_linear(device: torch.device) -> Tensor:
+    return torch.tensor([GELU_LINEAR], device=device)
 
 
 def relu2(x: Tensor) -> Tensor:

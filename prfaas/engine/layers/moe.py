@@ -121,7 +121,7 @@ class MoeMlp:
 
     def _mix(self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the weighted sums of the experts' outputs, [T, D]; 0 for rows that chose none."""
-        chosen = chosen_TK.numpy().ravel()
+        chosen = chosen_TK.cpu().numpy().ravel()
         order = np.argsort(chosen, kind="stable")  # by expert, then by token
         hit, counts = np.unique(chosen, return_counts=True)
         sizes = [padded_rows(int(count), self._packing) for count in counts]
@@ -132,11 +132,11 @@ class MoeMlp:
         rows, owners = np.zeros(num_places, np.int64), np.full(num_places, len(x_TD))
         rows[places] = owners[places] = order // chosen_TK.shape[1]
         weights = np.zeros((num_places, 1), np.float32)
-        weights[places, 0] = weights_TK.numpy().ravel()[order]
+        weights[places, 0] = weights_TK.cpu().numpy().ravel()[order]
         pieces = torch.split(x_TD[torch.from_numpy(rows)], sizes)
         out_PD = torch.cat(
             [self.experts[expert](piece) for expert, piece in zip(hit, pieces, strict=True)]
-        ).mul_(torch.from_numpy(weights))
+        ).mul_(torch.from_numpy(weights).to(x_TD.device))
         mixed_TD = x_TD.new_zeros(len(x_TD) + 1, out_PD.shape[1])
         # index_add_ adds rows in order: expert by expert.
-        return mixed_TD.index_add_(0, torch.from_numpy(owners), out_PD)[:-1]
+        return mixed_TD.index_add_(0, torch.from_numpy(owners).to(x_TD.device), out_PD)[:-1]

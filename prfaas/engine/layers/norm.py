@@ -13,7 +13,7 @@ class RmsNorm:
     def __init__(self, weight: Tensor, eps: float, *, has_unit_offset: bool) -> None:
         weight = weight.float()
         self.weight = (1.0 + weight if has_unit_offset else weight).contiguous()
-        self._eps = torch.tensor([eps])
+        self._eps = torch.tensor([eps], device=weight.device)
         self._inverse_size = 1.0 / weight.shape[-1]
 
     def with_weight(self, weight: Tensor) -> "RmsNorm":

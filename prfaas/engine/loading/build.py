@@ -3,8 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
-from prfaas.engine.linear import Packing
+from prfaas.engine.kv import CPU
+from prfaas.engine.linear import TORCH_DTYPES, Packing
 from prfaas.engine.loading.checkpoint import TensorSource
 from prfaas.engine.loading.ffns import build_ffn
 from prfaas.engine.loading.mixers import add_ropes, build_mixer
@@ -23,19 +25,23 @@ def build_model(
     *,
     model_fingerprint: str,
     numerics: Numerics = "grid",
+    device: torch.device = CPU,
 ) -> Model:
-    """Return the model, its tensors packed, each of which was taken from `weights` once.
+    """Return the model on `device`, its tensors packed, each taken from `weights` once.
 
     Raises:
         ConfigError: a tensor is missing or has another shape.
     """
-    parts = Parts(spec, NAMES[spec.model_type], weights, packing)
+    weights = _Moved(weights, device)
+    parts = Parts(spec, NAMES[spec.model_type], weights, packing, device)
     for layer in spec.layers:
         add_ropes(parts, layer)
     names = parts.names
     size = (spec.vocab_size, spec.hidden_size)
     embedding = weights.take(f"{names.embed_tokens}.weight", *size)
     is_tied = spec.has_tied_embeddings
+    if packing in TORCH_DTYPES:
+        embedding = embedding.to(TORCH_DTYPES[packing])  # one tensor with a tied head
     head = embedding if is_tied else weights.take(f"{names.lm_head}.weight", *size)
     # Packing is one thread's work for each matrix and lets go of the interpreter.
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -52,7 +58,24 @@ def build_model(
         packing=packing,
         model_fingerprint=model_fingerprint,
         numerics=numerics,
+        device=device,
     )
+
+
+class _Moved:
+    """A source whose tensors are moved to a device as they are taken."""
+
+    def __init__(self, source: TensorSource, device: torch.device) -> None:
+        self._source = source
+        self._device = device
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor of this name."""
+        return self._source.has(name)
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Return the tensor on the device; raises as the source does."""
+        return self._source.take(name, *shape).to(self._device)
 
 
 def _block(parts: Parts, index: int) -> Block:

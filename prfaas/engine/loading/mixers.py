@@ -115,6 +115,7 @@ def _gqa(parts: Parts, spec: GqaSpec, prefix: str, *, key_scale: float = 1.0) ->
         qk_norm=_qk_norm(parts, spec, prefix) if spec.has_qk_norm else None,
         rope=parts.rope(spec.rope, spec.head_dim),
         sinks_H=sinks,
+        attention=parts.attention,
     )
 
 
@@ -158,6 +159,7 @@ def _mla(parts: Parts, spec: MlaSpec, prefix: str) -> MlaMixer:
         o_proj=parts.linear(prefix + names.out, hidden, spec.num_heads * spec.value_dim),
         gate_proj=gate,
         rope=parts.rope(spec.rope, spec.rope_dim),
+        attention=parts.attention,
     )
 
 
@@ -296,7 +298,7 @@ def _mamba2_in_proj(
     weight = parts.weights.take(f"{prefix}in_proj.weight", num_rows, parts.model.hidden_size)
     bias = parts.weights.take(f"{prefix}in_proj.bias", num_rows) if spec.has_in_bias else None
     if set(scales) != {1.0}:
-        scale_N = torch.tensor(scales).repeat_interleave(torch.tensor(sizes))
+        scale_N = torch.tensor(scales).repeat_interleave(torch.tensor(sizes)).to(weight.device)
         weight = weight.float() * scale_N[:, None]
         bias = None if bias is None else bias.float() * scale_N
     return weight, bias

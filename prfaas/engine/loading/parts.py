@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prfaas.engine.layers.batch_attention import attention_for
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear, Packing, pack
 from prfaas.engine.loading.checkpoint import TensorSource
@@ -46,18 +47,25 @@ class Parts:
     """What the builders of mixers and feed-forwards share: a model's tensors, spec and ropes."""
 
     def __init__(
-        self, model: ModelSpec, names: Names, weights: TensorSource, packing: Packing
+        self,
+        model: ModelSpec,
+        names: Names,
+        weights: TensorSource,
+        packing: Packing,
+        device: torch.device,
     ) -> None:
         self.model = model
         self.names = names
         self.weights = weights
         self.packing = packing
+        self.attention = attention_for(packing)
+        self._device = device
         self._ropes: dict[tuple[RopeSpec, int], RopeTable] = {}
 
     def add_rope(self, spec: RopeSpec | None, head_dim: int) -> None:
         """Make the table that rope() returns later, when several threads ask for it."""
         if spec is not None and (spec, head_dim) not in self._ropes:
-            self._ropes[spec, head_dim] = RopeTable(spec, head_dim)
+            self._ropes[spec, head_dim] = RopeTable(spec, head_dim, self._device)
 
     def rope(self, spec: RopeSpec | None, head_dim: int) -> RopeTable | None:
         """Return the one table of this spec and length; None for no positions."""
