@@ -43,9 +43,11 @@ NUM_TEST_ROWS = 20
 HEAD_ROWS = (12, 1, 2, 4)
 """Rows of the head's pieces, each padded as a batch would be."""
 SELF_TEST_BOUNDS: dict[Packing, float] = {"torch-bf16": 0.05, "torch-f32": 1e-3}
-"""Of kernels that are not exact: how far the pieces of the self-test may be from the whole, as the
-norm of the difference over the norm. Rounding alone may send a few tokens to other experts; what is
-wrong (a mask, a state, a position) is off by as much as there is."""
+"""Of kernels that are not exact: how far BOUNDED_FRACTION of the self-test's rows, computed in pieces,
+may be from the whole, as the norm of the difference over the norm."""
+BOUNDED_FRACTION = 0.75
+"""The other rows may be anywhere: rounding alone sends a few tokens to other experts. What is wrong (a
+mask, a state, a position) is wrong for most rows, and by as much as there is."""
 
 
 class InexactKernelsError(Exception):
@@ -304,9 +306,10 @@ def _require_alike(name: str, whole: Tensor, pieces: Tensor, model: Model) -> No
         _require_equal(name, whole, pieces)
         return
     bound = SELF_TEST_BOUNDS[model.packing]
-    difference = float((whole - pieces).norm() / whole.norm())
+    differences = (whole - pieces).norm(dim=1) / whole.norm(dim=1)
+    difference = float(differences.quantile(BOUNDED_FRACTION))
     if not difference <= bound:  # nan is none
-        raise InexactKernelsError(f"{name}: pieces differ by {difference:.2g}, more than {bound}")
+        raise InexactKernelsError(f"{name}: rows differ by {difference:.2g}, more than {bound}")
 
 
 def _require_equal(name: str, whole: Tensor, pieces: Tensor) -> None:

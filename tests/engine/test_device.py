@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from prfaas.cache.spec import StateSpec, bytes_of_page, needed_blocks
 from prfaas.engine.device import device_names, find_device
 from prfaas.engine.layers.torch_attention import TorchAttention
+from prfaas.engine.loader import load_model
 from prfaas.engine.model import Model, Segment
 from prfaas.engine.numerics import (
     SELF_TEST_BOUNDS,
@@ -204,7 +206,7 @@ def test_results_that_are_no_numbers_are_no_match(
     model = tiny_on(place, "llama")
     head = model.lm_head
     monkeypatch.setattr(model, "lm_head", lambda x_MK: head(x_MK).mul_(float("nan")))
-    with pytest.raises(InexactKernelsError, match="the head: pieces differ by nan"):
+    with pytest.raises(InexactKernelsError, match="the head: rows differ by nan"):
         self_test(model)
 
 
@@ -239,6 +241,20 @@ def test_a_device_that_is_not_there_is_refused_with_the_number_that_are(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"'cuda'.* finds 0 CUDA devices"):
         find_device("cuda")
+
+
+def test_a_model_that_cannot_be_put_there_is_refused_before_its_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = tmp_path / "no model"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"engine\.device = 'cuda:1'"):
+        load_model(nowhere, device="cuda:1")
+    with pytest.raises(ConfigError, match="float16 is for a CPU"):
+        load_model(nowhere, device="cuda")
+    with pytest.raises(ConfigError, match=r"engine\.numerics = strict.* 'cuda'"):
+        load_model(nowhere, device="cuda", dtype="bfloat16", numerics="strict")
 
 
 def test_a_dtype_belongs_to_a_device() -> None:

@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from prfaas.engine.linear import SHARD_OUTPUTS, Packing, is_available, pack, padded_rows
+from prfaas.engine.linear import (
+    SHARD_OUTPUTS,
+    TORCH_DTYPES,
+    Packing,
+    is_available,
+    is_exact,
+    kv_dtype,
+    pack,
+    padded_rows,
+)
+from tests.engine.places import PLACES, Place
 
 PACKINGS: tuple[Packing, ...] = ("fbgemm-fp16", "onednn-f32", "padded-f32")
 SHAPES = [(640, 1536), (1024, 640), (64, 512), (96, 20), (64, 1), (72, 4)]
@@ -39,6 +49,34 @@ def test_a_bias_is_added_to_the_product(packing: Packing) -> None:
     with_bias = pack(weight, packing, bias)
     bias.zero_()  # the caller's again
     assert torch.equal(with_bias(rows), expected)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("num_rows", [1, 3, 24])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_torchs_product_is_that_of_rounded_rows_and_weights(
+    place: Place, num_rows: int, has_bias: bool
+) -> None:
+    dtype = TORCH_DTYPES[place.packing]
+    weight, bias, rows = torch.randn(20, 96), torch.randn(20), torch.randn(num_rows, 96)
+    layer = pack(
+        weight.to(place.device), place.packing, bias.to(place.device) if has_bias else None
+    )
+    weight64, bias64, rows64 = (tensor.to(dtype).double() for tensor in (weight, bias, rows))
+    expected = F.linear(rows64, weight64, bias64 if has_bias else None)
+    ours = layer(rows.to(place.device))
+    assert (ours.dtype, ours.device.type) == (torch.float32, place.device)
+    tolerance = 2.0**-7 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(ours.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+    assert padded_rows(num_rows, place.packing) == num_rows
+
+
+def test_only_torchs_own_packings_are_not_exact() -> None:
+    assert all(map(is_exact, PACKINGS))
+    assert {kv_dtype(packing) for packing in PACKINGS} == {"float32"}
+    assert not is_exact("torch-bf16")
+    assert not is_exact("torch-f32")
+    assert (kv_dtype("torch-bf16"), kv_dtype("torch-f32")) == ("bfloat16", "float32")
 
 
 def test_a_head_of_several_shards_equals_its_rows_packed_alone() -> None:

@@ -14,8 +14,10 @@ from prfaas.engine.mixer_spec import (
     Mamba2Spec,
     MixerSpec,
     ShortConvSpec,
+    state_bytes,
 )
 from prfaas.engine.states import CHUNK_TOKENS, LayerState, State, replay_dim
+from tests.engine.places import DEVICES
 
 SPEC = KdaSpec(num_heads=2, head_dim=4, conv_width=4)
 SPECS: list[MixerSpec] = [
@@ -127,6 +129,32 @@ def test_export_and_import_in_slices_of_any_order_are_the_identity(
         target.read_from(70, memoryview(page), start)
     assert all(map(torch.equal, target.at(70), source.at(70)))
     assert exported(target, 70) == exported(source, 70)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.mixer)
+@pytest.mark.parametrize("device", DEVICES)
+@given(data=st.data())
+@settings(max_examples=10)
+def test_convolution_rows_travel_in_the_dtype_of_keys_and_the_recurrence_in_float32(
+    device: str, spec: MixerSpec, data: st.DataObject
+) -> None:
+    place = torch.device(device)
+    source, target = (LayerState(spec, kv_dtype=torch.bfloat16, device=place) for _ in range(2))
+    assert source.nbytes == state_bytes(spec, "bfloat16")
+    state = random_state(source)
+    source.hold(70, tuple(tensor.to(place) for tensor in state))
+    cuts = data.draw(st.sets(st.integers(1, source.nbytes - 1), max_size=6))
+    for start, stop in data.draw(
+        st.permutations(list(pairwise([0, *sorted(cuts), source.nbytes])))
+    ):
+        page = bytearray(stop - start)
+        source.write_to(70, memoryview(page), start)
+        target.read_from(70, memoryview(page), start)
+    assert exported(target, 70) == exported(source, 70)
+    for kept, tensor, ours in zip(spec.states, state, target.at(70), strict=True):
+        expected = tensor if kept.name == "recurrent" else tensor.bfloat16().float()
+        assert (ours.device.type, ours.dtype) == (device, torch.float32)
+        assert torch.equal(ours.cpu(), expected)
 
 
 def test_a_state_counts_once_every_byte_has_come() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from prfaas.cache.options import CacheOptions
 from prfaas.config.options import ModelOptions, NodeConfig
-from prfaas.engine.options import EngineOptions, Numerics
+from prfaas.engine.options import EngineOptions, Numerics, WeightDtype
 from prfaas.server.pd import PdNode, load_pd_node
 from prfaas.server.prefill import PrefillNode, load_prefill_node
 from prfaas.transport.options import TransportOptions
@@ -40,7 +40,8 @@ def config(
     model: Path,
     peer: str | None = None,
     *,
-    dtype: Literal["float16", "float32"] = "float16",
+    device: str = "cpu",
+    dtype: WeightDtype = "float16",
     accept_numerics: Literal["equal", "approximate"] = "equal",
     block_tokens: int = 16,
     max_context_tokens: int = CONTEXT_TOKENS,
@@ -51,6 +52,7 @@ def config(
         cache=CacheOptions(ram_bytes=64 << 20, block_tokens=block_tokens),
         engine=EngineOptions(
             threads=1,
+            device=device,
             dtype=dtype,
             chunk_tokens=64,
             max_context_tokens=max_context_tokens,

@@ -1,6 +1,7 @@
 """Which family a config.json is of, the spellings it may have, and what is refused by name."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from prfaas.engine.families.registry import READERS, TEXT_PART_OF, describe
 from prfaas.engine.ffn_spec import MlpSpec, MoeSpec
 from prfaas.engine.mixer_spec import GqaSpec, KdaSpec, LightningSpec, MlaSpec
+from prfaas.engine.rope import attention_factor
 from prfaas.engine.rope_spec import RopeSpec, YarnScaling
 from prfaas.errors import ConfigError
 
@@ -211,6 +213,23 @@ def test_ring_follows_its_official_slopes_and_rotations() -> None:
     assert last.rope.rotary_dim is None
     assert last.rope.pairs == "neighbours"
     assert last.rope.scaling == YarnScaling(factor=2.0, original_context_tokens=65_536)
+
+
+@pytest.mark.parametrize("given", [None, 1.25])
+def test_yarns_own_attention_factor_is_read(given: float | None) -> None:
+    yarn = {"type": "yarn", "factor": 2.0, "attention_factor": given}
+    last = describe(RING | {"rope_scaling": yarn}).layers[79]
+    assert isinstance(last, MlaSpec)
+    assert last.rope is not None
+    assert isinstance(last.rope.scaling, YarnScaling)
+    assert last.rope.scaling.attention_factor == given
+    assert attention_factor(last.rope) == pytest.approx(given or 0.1 * math.log(2.0) + 1.0)
+
+
+def test_an_attention_factor_that_is_no_number_is_refused_by_name() -> None:
+    yarn = {"type": "yarn", "factor": 2.0, "attention_factor": "auto"}
+    with pytest.raises(ConfigError, match="attention_factor='auto'"):
+        describe(RING | {"rope_scaling": yarn})
 
 
 @pytest.mark.parametrize(
