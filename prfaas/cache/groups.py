@@ -31,12 +31,17 @@ def longest_hit(
     return hit
 
 
-def shared_blocks(groups: Sequence[GroupSpec], num_blocks: int, is_present: IsPresent) -> int:
-    """Return the most leading blocks, at most `num_blocks`, that all full groups have."""
+def shared_blocks(
+    groups: Sequence[GroupSpec], num_blocks: int, is_present: IsPresent, *, start: int = 0
+) -> int:
+    """Return the most leading blocks, at most `num_blocks`, that all full groups have.
+
+    They are known to have the first `start`.
+    """
     hit = num_blocks
     for group, spec in enumerate(groups):
         if isinstance(spec, FullSpec):
-            hit = next((b for b in range(hit) if not is_present(group, b)), hit)
+            hit = next((b for b in range(start, hit) if not is_present(group, b)), hit)
     return hit
 
 

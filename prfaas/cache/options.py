@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+MAX_QUEUED_BYTES = 256 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
@@ -9,6 +11,14 @@ class CacheOptions:
 
     ram_bytes: int = 2 << 30
     block_tokens: int = 64
+    dir: str | None = None
+    """Where pages are also kept on disk; None keeps them in RAM alone."""
+    disk_bytes: int = 20 << 30
+    """Of all files in `dir`."""
+    tenant_disk_bytes: int | None = None
+    """Of one API key's pages in `dir`; None: as much as all."""
+    ttl_s: float | None = None
+    """Pages in `dir` are forgotten at this age; None keeps them until evicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +31,7 @@ class StoreOptions:
     """A record is a miss and goes at this age at the latest; None keeps it until evicted."""
     tenant_quota_bytes: int | None = None
     """Of one tenant's records; None: as much as all."""
-    max_queued_bytes: int = 256 << 20
+    max_queued_bytes: int = MAX_QUEUED_BYTES
     """Pages that wait to be written stay in memory; beyond this they are not stored."""
 
     @property

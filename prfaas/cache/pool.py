@@ -8,13 +8,18 @@ its pages are needed, any other is freed. So free + referenced + cached = all pa
 import mmap
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from prfaas.cache.lookups import LookupCounts
+from prfaas.cache.policy import EvictionOrder, Rank
 from prfaas.errors import ConfigError
 
 PageKey = tuple[int, bytes]
 """(group, block key): what an entry is published under."""
+
+MAX_GONE = 1 << 16
+"""Evicted keys that are remembered, to say why a lookup found nothing."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -23,13 +28,17 @@ class Entry:
 
     pages: tuple[int, ...]
     num_refs: int = 1
-    """Block tables that hold it."""
+    """Block tables, reads and writes that hold it."""
     key: PageKey | None = None
     """Set once, when published: from then on the bytes are whole and never change."""
     is_transfer: bool = False
     """Reserved for bytes on their way from a peer, and not yet published."""
     was_hit: bool = False
     """A lookup found it: a place where prompts part ways."""
+    worth: float = 0.0
+    """Tokens that it saves per MiB; see `policy.worth_of`."""
+    rank: Rank | None = None
+    """Its place among the idle, from its last use by a block table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +54,7 @@ class PoolCounts:
     """Of the referenced: reserved for a transfer and not yet published."""
     num_tables: int
     """Block tables that someone still holds."""
-    num_queries: int
-    num_hits: int
-    num_query_tokens: int
-    num_hit_tokens: int
+    lookups: LookupCounts
     num_evictions: int
     """Entries whose pages were taken for others."""
 
@@ -60,7 +66,20 @@ class PagePool:
     copying, no I/O.
     """
 
-    def __init__(self, ram_bytes: int, page_bytes: int) -> None:
+    def __init__(
+        self,
+        ram_bytes: int,
+        page_bytes: int,
+        *,
+        supporting: Collection[int] = (),
+        supported: Collection[int] = (),
+    ) -> None:
+        """Make a pool of free pages.
+
+        A block of a `supported` group is of no use without that of the same key in a `supporting`
+        one.
+        """
+        self._supporting, self._supported = frozenset(supporting), tuple(supported)
         self.page_bytes = page_bytes
         self.num_pages = ram_bytes // page_bytes
         if self.num_pages < 1:
@@ -74,8 +93,9 @@ class PagePool:
         self._free = list(range(self.num_pages - 1, -1, -1))  # a stack; low numbers come first
         self._owner: list[Entry | None] = [None] * self.num_pages
         self._index: dict[PageKey, Entry] = {}
-        self._cold: OrderedDict[Entry, None] = OrderedDict()
-        self._warm: OrderedDict[Entry, None] = OrderedDict()
+        self._idle: EvictionOrder[Entry] = EvictionOrder()
+        self._gone: OrderedDict[PageKey, None] = OrderedDict()
+        """The latest keys that were evicted."""
         self._num_cached = 0
         self._num_transfer = 0
         self._num_evictions = 0
@@ -104,19 +124,30 @@ class PagePool:
         """Return whether an entry has this key. Needs the lock."""
         return key in self._index
 
+    def was_evicted(self, key: PageKey) -> bool:
+        """Return whether it was published and is among the latest evicted. Needs the lock."""
+        return key in self._gone
+
+    def try_hold(self, key: PageKey) -> Entry | None:
+        """Return the published entry with one reference more, or None. Needs the lock."""
+        entry = self._index.get(key)
+        if entry is not None:
+            if entry.num_refs == 0:
+                self._idle.remove(entry)
+                self._num_cached -= len(entry.pages)
+            entry.num_refs += 1
+        return entry
+
     def hold(self, key: PageKey) -> Entry:
-        """Return the published entry with one reference more. Needs the lock."""
-        entry = self._index[key]
-        if entry.num_refs == 0:
-            (self._cold if entry in self._cold else self._warm).pop(entry)
-            self._num_cached -= len(entry.pages)
-        entry.num_refs += 1
+        """Return an entry that is published, with one reference more. Needs the lock."""
+        entry = self.try_hold(key)
+        assert entry is not None, "not published"
         return entry
 
     def try_take(self, sizes: Sequence[int], *, is_transfer: bool) -> list[Entry] | None:
         """Return one new entry of each size with a reference each, or None and change nothing.
 
-        Evicts cached entries, cold ones first, then the least recently let go. Needs the lock.
+        Evicts cached entries in the order of `policy.EvictionOrder`. Needs the lock.
         """
         num_pages = sum(sizes)
         if num_pages > len(self._free) + self._num_cached:
@@ -135,7 +166,7 @@ class PagePool:
             self._num_transfer += num_pages
         return entries
 
-    def publish(self, entry: Entry, key: PageKey) -> Entry:
+    def publish(self, entry: Entry, key: PageKey, *, worth: float = 0.0) -> Entry:
         """Return the entry that `key` names from now on, referenced by the caller.
 
         Either `entry` itself, or the one that was published first: then the caller has a reference
@@ -147,8 +178,9 @@ class PagePool:
         if entry.is_transfer:
             entry.is_transfer = False
             self._num_transfer -= len(entry.pages)
-        entry.key = key
+        entry.key, entry.worth = key, worth
         self._index[key] = entry
+        self._gone.pop(key, None)
         return entry
 
     def let_go(self, entry: Entry, *, is_cold: bool = False) -> None:
@@ -156,6 +188,11 @@ class PagePool:
 
         A cold entry is evicted before any warm one. Needs the lock.
         """
+        entry.rank = self._idle.rank(entry.worth, is_cold=is_cold)
+        self.end_reading(entry)
+
+    def end_reading(self, entry: Entry) -> None:
+        """Drop one reference, as `let_go` does, that was no use: its place stays. Needs the lock."""
         assert entry.num_refs > 0, "let go more often than held"
         entry.num_refs -= 1
         if entry.num_refs:
@@ -163,16 +200,31 @@ class PagePool:
         if entry.key is None:
             self._free_pages(entry)
             return
-        (self._cold if is_cold else self._warm)[entry] = None
+        if entry.rank is None:
+            entry.rank = self._idle.rank(entry.worth)
+        self._idle.add(entry, entry.rank)
         self._num_cached += len(entry.pages)
 
+    def chill(self, key: PageKey) -> None:
+        """Let an idle entry leave before any warm one: nobody can use it. Needs the lock."""
+        entry = self._index.get(key)
+        if entry is not None and entry in self._idle:
+            entry.rank = self._idle.rank(entry.worth, is_cold=True)
+            self._idle.add(entry, entry.rank)
+
     def _evict_one(self) -> None:
-        entry, _ = (self._cold or self._warm).popitem(last=False)
+        entry = self._idle.pop()
         assert entry.key is not None
         del self._index[entry.key]
+        self._gone[entry.key] = None
+        if len(self._gone) > MAX_GONE:
+            self._gone.popitem(last=False)
         self._num_cached -= len(entry.pages)
         self._num_evictions += 1
         self._free_pages(entry)
+        if entry.key[0] in self._supporting:
+            for group in self._supported:
+                self.chill((group, entry.key[1]))
 
     def _free_pages(self, entry: Entry) -> None:
         if entry.is_transfer:
@@ -218,9 +270,12 @@ class PagePool:
         assert all(self._owner[page] is entry for entry in entries for page in entry.pages)
         published = {entry.key: entry for entry in entries if entry.key is not None}
         assert published == self._index, "the index and the owners differ"
-        assert not self._cold.keys() & self._warm.keys()
+        self._idle.check()
         idle = {entry for entry in entries if entry.num_refs == 0}
-        assert idle == self._cold.keys() | self._warm.keys(), "an idle entry is in no queue"
+        assert len(idle) == len(self._idle), "idle entries and those that can leave differ"
+        assert all(entry in self._idle for entry in idle), "an idle entry would never leave"
+        assert not self._gone.keys() & self._index.keys(), "a published key counts as evicted"
+        assert len(self._gone) <= MAX_GONE
         assert all(entry.key is not None for entry in idle), "an idle entry was never published"
         assert sum(len(entry.pages) for entry in idle) == self._num_cached
         in_transfer = [entry for entry in entries if entry.is_transfer]

@@ -15,11 +15,11 @@ from typing import Self
 from prfaas.cache.options import StoreOptions
 from prfaas.cache.pool import PageKey
 from prfaas.cache.store_directory import CacheDirectory
-from prfaas.cache.store_index import TENANT_BYTES
 from prfaas.cache.store_open import open_records
 from prfaas.cache.store_records import Records
 from prfaas.cache.store_types import Listed, RecordStats, Wanted, Write
 from prfaas.cache.store_verify import VerifyProgress, verify_records
+from prfaas.cache.tenants import TENANT_BYTES
 from prfaas.clock import Clock, monotonic_s, wall_s
 from prfaas.errors import ConfigError, StoreError
 from prfaas.log import get_logger
@@ -289,17 +289,19 @@ class Store:
             assert self._waiting_bytes == 0, "bytes wait that nobody put"
         self._records.check()
 
-    def close(self, *, drain: bool = True) -> None:
+    def close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """Write what is queued, or with `drain` False give it up; then let others use the directory.
 
-        Nobody reads or puts any more. Again is harmless.
+        What is queued after `timeout_s` is given up, too; a commit under way ends. Nobody reads or
+        puts any more. Again is harmless.
         """
         with self._changed:
             self._is_closing = True
-            given_up = [] if drain else list(self._queue)
-            if not drain:
-                self._queue.clear()
             self._changed.notify_all()
+            if drain:
+                self._changed.wait_for(lambda: not self._queue, timeout_s)
+            given_up = list(self._queue)
+            self._queue.clear()
         self._finish(given_up, is_stored=False)
         self._thread.join()
         if not self._is_closed:

@@ -17,8 +17,6 @@ import xxhash
 from prfaas.cache.pool import PageKey
 from prfaas.errors import StoreError
 
-TENANT_BYTES = 16
-"""Length of what names a tenant: the head of a salted hash, never the salt."""
 MAX_KEY_BYTES = 128
 
 _GROUP = struct.Struct(">H")

@@ -3,6 +3,7 @@
 import ipaddress
 from collections.abc import Callable
 
+from prfaas.cache.options import CacheOptions
 from prfaas.config.options import NodeConfig
 from prfaas.errors import ConfigError
 
@@ -53,9 +54,20 @@ def check_rules(config: NodeConfig, name_of: NameOf, *, listens: bool = True) ->
             f"{name_of('engine.chunk_tokens')}: {chunk_tokens} is no multiple of the block of"
             f" {block_tokens} tokens ({name_of('cache.block_tokens')})"
         )
+    _check_cache(config, name_of)
     if listens:
         _check_listener(config, name_of)
     _check_peer(config, name_of, listens=listens)
+
+
+def _check_cache(config: NodeConfig, name_of: NameOf) -> None:
+    if config.cache.dir is not None:
+        return
+    for name in ("disk_bytes", "tenant_disk_bytes", "ttl_s"):
+        if getattr(config.cache, name) != getattr(CacheOptions(), name):
+            raise ConfigError(
+                f"{name_of(f'cache.{name}')} has no effect without {name_of('cache.dir')}"
+            )
 
 
 def _check_listener(config: NodeConfig, name_of: NameOf) -> None:

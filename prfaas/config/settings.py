@@ -46,6 +46,8 @@ class Setting:
     """Never shown, and without a flag: other users of the machine can read a command line."""
     needs_section: bool = False
     """The field's name alone does not say what it is of, so flag and variable name the section too."""
+    typed_name: str | None = None
+    """What flag and variable are called where a typed unit makes the field's unit idle."""
 
     @property
     def key(self) -> str:
@@ -55,6 +57,8 @@ class Setting:
     @property
     def parameter(self) -> str:
         """The name of the flag as an identifier."""
+        if self.typed_name is not None:
+            return self.typed_name
         return f"{self.section}_{self.name}" if self.needs_section else self.name
 
     @property
@@ -168,7 +172,31 @@ SETTINGS: tuple[Setting, ...] = (
         minimum=1,
         maximum=1 << 20,
     ),
-    _setting("cache.ram_bytes", "Prefix cache in RAM.", minimum=1 << 20, needs_section=True),
+    _setting("cache.ram_bytes", "Prefix cache in RAM.", minimum=1 << 20, typed_name="cache_ram"),
+    _setting(
+        "cache.dir",
+        "Directory that keeps the prefix cache on disk, one node's at a time. Default: none.",
+        needs_section=True,
+    ),
+    _setting(
+        "cache.disk_bytes",
+        "With --cache-dir: what its files may take.",
+        minimum=1 << 20,
+        typed_name="cache_disk",
+    ),
+    _setting(
+        "cache.tenant_disk_bytes",
+        "With --cache-dir: what one API key's pages may take. Default: as much as all.",
+        minimum=1 << 20,
+        typed_name="cache_tenant_disk",
+    ),
+    _setting(
+        "cache.ttl_s",
+        "With --cache-dir: pages are forgotten at this age. Default: when evicted.",
+        above=0,
+        maximum=10 * 365 * 86_400,
+        typed_name="cache_ttl",
+    ),
     _setting(
         "cache.block_tokens",
         "Tokens of one block; the same on both sides of a transfer.",

@@ -8,7 +8,7 @@ with states nothing that decode made, but in strict mode (`published_tokens`).
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from prfaas.cache.prefix import BlockTable
+from prfaas.cache.block_table import BlockTable
 from prfaas.cache.spec import (
     CacheLayout,
     StateSpec,

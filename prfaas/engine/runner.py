@@ -309,8 +309,9 @@ class Runner:
 
     def _fork(self, prompt: SequenceState, choice: int, completion: tuple[int, ...]) -> None:
         """Start a choice from a copy of the prompt's KV, or let it wait and go on from its pages."""
-        keys = self._cache.block_keys(prompt.tokens, prompt.owner.request.cache_salt)
-        table = self._cache.lookup(keys, len(prompt.tokens) + 1)
+        salt = prompt.owner.request.cache_salt
+        keys = self._cache.block_keys(prompt.tokens, salt)
+        table = self._cache.lookup(keys, len(prompt.tokens) + 1, salt=salt)
         sequence = SequenceState(
             key=next(self._keys),
             owner=prompt.owner,

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from prfaas.cache.prefix import BlockTable, PrefixCache
+from prfaas.cache.block_table import BlockTable
+from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.spec import CacheLayout, replay_boundary
 from prfaas.engine.sampler import TokenHistory, uses_history
 from prfaas.engine.sequence_kv import SequenceKv

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from prfaas.types import RequestEnded, TokenEvent
 
 if TYPE_CHECKING:
-    from prfaas.cache.prefix import BlockTable
+    from prfaas.cache.block_table import BlockTable
     from prfaas.types import Request
 
 

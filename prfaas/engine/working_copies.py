@@ -65,7 +65,9 @@ class WorkingCopies:
         # tokens computes them in chunks, which may give them other bits than decode did.
         tokens = sequence.tokens[: sequence.owner.published_tokens]
         keys = self._cache.block_keys(tokens, sequence.owner.request.cache_salt)
-        table = self._cache.lookup(keys, len(sequence.tokens))
+        table = self._cache.lookup(
+            keys, len(sequence.tokens), salt=sequence.owner.request.cache_salt
+        )
         sequence.table.release()
         sequence.table, sequence.last_key = table, None
         return table.hit_tokens

@@ -4,17 +4,18 @@ After `fill`, the hold's table is all the engine needs: a remote prefill is a pr
 late. A transfer that fails leaves what was published of it, and a fresh lookup finds that.
 """
 
-import hashlib
 from dataclasses import dataclass
 
-from prfaas.cache.prefix import BlockTable, PrefixCache
+from prfaas.cache.block_table import BlockTable
+from prfaas.cache.prefix import PrefixCache
+from prfaas.cache.tenants import narrowed
 from prfaas.clock import Clock
 from prfaas.scheduler.router import FIRST_BACKOFF_S, Outcome, Route, Router, RouteRequest
 from prfaas.scheduler.view import LocalView
 from prfaas.server.engine_thread import EngineThread
 from prfaas.server.generation import RunningGeneration
-from prfaas.server.key_thread import KeyThread
 from prfaas.server.peer import Peer
+from prfaas.server.prefix_finder import PrefixFinder
 from prfaas.server.remote_prefill import RemoteAttempt, RemotePrefiller
 from prfaas.types import Request, RouteName
 
@@ -52,10 +53,7 @@ class TableHold:
 
 def approximate_salt(salt: bytes, numerics_fingerprint: str) -> bytes:
     """Return the salt under which KV of other numerics is kept: no exact key ever matches it."""
-    digest = hashlib.sha256(b"prfaas approximate\0")
-    digest.update(numerics_fingerprint.encode() + b"\0")
-    digest.update(salt)
-    return digest.digest()
+    return narrowed(salt, b"approximate\0" + numerics_fingerprint.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ class PromptFiller:
         self,
         *,
         cache: PrefixCache,
-        keys: KeyThread,
+        finder: PrefixFinder,
         engine: EngineThread,
         router: Router,
         clock: Clock,
@@ -83,7 +81,7 @@ class PromptFiller:
         prefiller: RemotePrefiller | None,
     ) -> None:
         self._cache = cache
-        self._keys = keys
+        self._finder = finder
         self._engine = engine
         self._router = router
         self._clock = clock
@@ -144,14 +142,12 @@ class PromptFiller:
             return exact
 
     async def _look_up_exact(self, request: Request) -> _Prefix:
-        keys = await self._keys.keys(request.prompt_tokens, request.cache_salt)
-        table = self._cache.lookup(keys, len(request.prompt_tokens))
+        table = await self._finder.find(request.prompt_tokens, request.cache_salt)
         return _Prefix(table, request.cache_salt, True)
 
     async def _look_up_approximate(self, request: Request, peer: Peer) -> _Prefix:
         salt = approximate_salt(request.cache_salt, peer.numerics_fingerprint)
-        keys = await self._keys.keys(request.prompt_tokens, salt)
-        return _Prefix(self._cache.lookup(keys, len(request.prompt_tokens)), salt, False)
+        return _Prefix(await self._finder.find(request.prompt_tokens, salt), salt, False)
 
     def _local_view(self) -> LocalView:
         load = self._engine.load()

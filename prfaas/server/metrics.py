@@ -13,6 +13,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
+from prfaas.server.cache_metrics import Family, cache_families
 from prfaas.server.node import NodeLoad, PageState
 from prfaas.types import RequestRecord
 
@@ -59,11 +60,12 @@ class _LoadCollector(Collector):
     def __init__(self) -> None:
         self.read: Callable[[], NodeLoad] | None = None
 
-    def describe(self) -> Iterator[GaugeMetricFamily]:
+    def describe(self) -> Iterator[Family]:
         """Yield the families without samples: registering must not read the node."""
         yield from _load_families().values()
+        yield from cache_families(NodeLoad())
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Family]:
         """Yield the families as the node is now."""
         families = _load_families()
         if self.read is not None:
@@ -75,6 +77,9 @@ class _LoadCollector(Collector):
                 families["pages"].add_metric([state], load.pages.get(state, 0))
             for peer, is_usable in load.peers_usable.items():
                 families["peers"].add_metric([peer], is_usable)
+            yield from cache_families(load)
+        else:
+            yield from cache_families(NodeLoad())
         yield from families.values()
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
+    from prfaas.cache.lookups import LookupCounts
+    from prfaas.cache.store import StoreStats
     from prfaas.config.options import NodeConfig, Role
     from prfaas.server.metrics import Metrics
     from prfaas.text.chat_template import ChatTemplate
@@ -40,6 +42,11 @@ class NodeLoad:
     pages: Mapping[PageState, int] = field(default_factory=dict)
     peers_usable: Mapping[str, bool] = field(default_factory=dict)
     """Peer address -> whether the router would send a prefill there now."""
+    lookups: LookupCounts | None = None
+    """What the prefix cache found."""
+    num_evictions: int = 0
+    store: StoreStats | None = None
+    """The cache on disk, if there is one."""
 
 
 class Generation(Protocol):

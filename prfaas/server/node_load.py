@@ -27,4 +27,7 @@ def node_load(
             "transfer": counts.num_transfer,
         },
         peers_usable=peers_usable or {},
+        lookups=counts.lookups,
+        num_evictions=counts.num_evictions,
+        store=None if cache.tier is None else cache.tier.store.stats(),
     )

@@ -1,13 +1,16 @@
 """Loads what both serving roles are made of: model, tokenizer, template, cache, engine."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from prfaas.cache.hashing import root_key
+from prfaas.cache.options import MAX_QUEUED_BYTES, CacheOptions, StoreOptions
 from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.spec import CacheLayout, StateSpec, WindowSpec
+from prfaas.cache.store import Store
 from prfaas.clock import Clock, monotonic_s
 from prfaas.config.options import NodeConfig
 from prfaas.engine.loader import load_model
@@ -66,24 +69,53 @@ def load_parts(config: NodeConfig, progress: Progress) -> NodeParts:
             salt=salt,
         )
 
-    cache = PrefixCache(layout=layout, ram_bytes=config.cache.ram_bytes, root=root)
+    identity = Identity(
+        model_fingerprint=model_fingerprint,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        template_fingerprint=chat_template.fingerprint,
+        kv_dtype=model.kv_dtype,
+        block_tokens=layout.block_tokens,
+        layout=layout_text(layout),
+        numerics_fingerprint=numerics,
+    )
+    with ExitStack() as undo:
+        store = open_store(config.cache, identity, progress)
+        if store is not None:
+            undo.callback(store.close, drain=False)
+        cache = PrefixCache(layout=layout, ram_bytes=config.cache.ram_bytes, root=root, store=store)
+        runner = Runner(model=model, cache=cache, options=config.engine, clock=monotonic_s)
+        undo.pop_all()
     return NodeParts(
-        identity=Identity(
-            model_fingerprint=model_fingerprint,
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            template_fingerprint=chat_template.fingerprint,
-            kv_dtype=model.kv_dtype,
-            block_tokens=layout.block_tokens,
-            layout=layout_text(layout),
-            numerics_fingerprint=numerics,
-        ),
+        identity=identity,
         cache=cache,
-        runner=Runner(model=model, cache=cache, options=config.engine, clock=monotonic_s),
+        runner=runner,
         is_exact=model.is_exact,
         vocab_size=model.config.vocab_size,
         tokenizer=tokenizer,
         chat_template=chat_template,
         clock=monotonic_s,
+    )
+
+
+def open_store(options: CacheOptions, identity: Identity, progress: Progress) -> Store | None:
+    """Return the disk tier in the directory that the options name, if they do.
+
+    Raises:
+        ConfigError: the directory cannot be used.
+    """
+    if options.dir is None:
+        return None
+    progress("open cache directory", 0, 1)
+    names = ("model_fingerprint", "numerics_fingerprint", "kv_dtype", "layout")
+    return Store.open(
+        Path(options.dir).expanduser(),
+        identity="; ".join(f"{name} {getattr(identity, name)}" for name in names),
+        options=StoreOptions(
+            quota_bytes=options.disk_bytes,
+            ttl_s=options.ttl_s,
+            tenant_quota_bytes=options.tenant_disk_bytes,
+            max_queued_bytes=min(MAX_QUEUED_BYTES, options.ram_bytes // 4),
+        ),
     )
 
 

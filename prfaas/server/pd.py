@@ -22,10 +22,10 @@ from prfaas.scheduler.router import Router
 from prfaas.server.engine_thread import EngineThread, StepEngine
 from prfaas.server.filling import PromptFiller, TableHold
 from prfaas.server.generation import RunningGeneration
-from prfaas.server.key_thread import KeyThread
 from prfaas.server.node import NodeLoad, Progress
 from prfaas.server.node_load import node_load
 from prfaas.server.peer import Peer
+from prfaas.server.prefix_finder import PrefixFinder
 from prfaas.server.remote_prefill import RemotePrefiller
 from prfaas.server.transfer_metrics import TransferMetrics
 from prfaas.text.chat_template import ChatTemplate
@@ -71,7 +71,7 @@ class PdNode:
         self._is_exact = is_exact
         self._metrics = metrics
         self._clock = clock
-        self._keys = KeyThread(cache.block_keys)
+        self._finder = PrefixFinder(cache, clock=clock)
         self._address = None if options.peer is None else parse_address(options.peer)
         self._router = Router(
             peers=() if self._address is None else (str(self._address),), options=scheduler
@@ -135,7 +135,7 @@ class PdNode:
             )
         self._filler = PromptFiller(
             cache=self._cache,
-            keys=self._keys,
+            finder=self._finder,
             engine=self._engine,
             router=self._router,
             clock=self._clock,
@@ -155,7 +155,7 @@ class PdNode:
         while self._running:  # a cancelled request may still tell the peer so
             await asyncio.wait(set(self._running))
         await self._engine.stop()
-        self._keys.close()
+        await self._finder.close()
         if self.peer is not None:
             await self.peer.close()
 

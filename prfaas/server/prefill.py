@@ -11,17 +11,18 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from prfaas.cache.prefix import BlockTable, PrefixCache
+from prfaas.cache.block_table import BlockTable
+from prfaas.cache.prefix import PrefixCache
 from prfaas.clock import Clock
 from prfaas.config.options import NodeConfig, Role
 from prfaas.engine.submission import Submission
 from prfaas.errors import BadRequest, EngineError, Overloaded
 from prfaas.log import get_logger
 from prfaas.server.engine_thread import EngineStream, EngineThread, StepEngine
-from prfaas.server.key_thread import KeyThread
 from prfaas.server.node import NodeLoad, Progress
 from prfaas.server.node_load import node_load
 from prfaas.server.prefill_job import PrefillJob
+from prfaas.server.prefix_finder import PrefixFinder
 from prfaas.server.transfer_metrics import TransferMetrics
 from prfaas.transport.handshake import Identity, check_compatible
 from prfaas.transport.messages import PeerStatus, TransferAccepted, TransferRequest
@@ -57,7 +58,7 @@ class PrefillNode:
         self._vocab_size = vocab_size
         self._max_context_tokens = max_context_tokens
         self._metrics = metrics
-        self._keys = KeyThread(cache.block_keys)
+        self._finder = PrefixFinder(cache, clock=clock)
         self._transfers: dict[str, OutgoingTransfer | None] = {}
         """None while its prompt is being looked up."""
         self._cancelled: dict[str, None] = {}
@@ -106,7 +107,7 @@ class PrefillNode:
         if self._running:
             await asyncio.wait(self._running)
         await self._engine.stop()
-        self._keys.close()
+        await self._finder.close()
 
     # ------------------------------------------------------------ what the routes ask
 
@@ -185,16 +186,16 @@ class PrefillNode:
     async def _reserve(self, asked: TransferRequest) -> BlockTable:
         request = asked.request
         num_tokens = len(request.prompt_tokens)
-        keys = await self._keys.keys(request.prompt_tokens, request.cache_salt)
-        if asked.transfer_id in self._cancelled:
-            raise Overloaded("cancelled")
         num_pages = self._cache.layout.pages_needed(num_tokens)
         if num_pages > self._cache.pool.num_pages:
             raise BadRequest(
                 f"{num_tokens} prompt tokens need {num_pages} pages, the pool has "
                 f"{self._cache.pool.num_pages}"
             )
-        table = self._cache.lookup(keys, num_tokens)
+        table = await self._finder.find(request.prompt_tokens, request.cache_salt)
+        if asked.transfer_id in self._cancelled:
+            table.release()
+            raise Overloaded("cancelled")
         if not table.try_reserve(num_tokens):
             table.release()
             raise Overloaded(f"no free pages for a prompt of {num_tokens} tokens")

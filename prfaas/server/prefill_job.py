@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 
-from prfaas.cache.prefix import BlockTable
+from prfaas.cache.block_table import BlockTable
 from prfaas.cache.spec import CacheLayout, bytes_of_page, missing_blocks
 from prfaas.engine.submission import EngineLoad, FirstLogits
 from prfaas.errors import EngineError, PrfaasError

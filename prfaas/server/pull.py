@@ -3,7 +3,7 @@
 What was published stays when the transfer dies: a fresh lookup finds it, and that is the fallback.
 """
 
-from prfaas.cache.prefix import BlockTable
+from prfaas.cache.block_table import BlockTable
 from prfaas.cache.spec import CacheLayout, bytes_of_page, missing_blocks
 from prfaas.errors import ProtocolError
 from prfaas.transport.messages import TransferTotals

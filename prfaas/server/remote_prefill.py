@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from prfaas.cache.prefix import BlockTable
+from prfaas.cache.block_table import BlockTable
 from prfaas.cache.spec import CacheLayout
 from prfaas.clock import Clock
 from prfaas.errors import (

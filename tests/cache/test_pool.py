@@ -127,7 +127,7 @@ def test_bytes_that_someone_still_looks_at_outlive_the_pool():
         lambda pool: pool._free.append(0),
         lambda pool: pool._free.pop(),
         lambda pool: pool._index.clear(),
-        lambda pool: pool._warm.clear(),
+        lambda pool: pool._idle._ranks.clear(),
         lambda pool: setattr(pool, "_num_cached", 2),
         lambda pool: setattr(pool, "_num_transfer", 1),
     ],

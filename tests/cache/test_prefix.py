@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.cache.block_table import BlockTable
 from prfaas.cache.hashing import root_key
-from prfaas.cache.prefix import BlockTable, PrefixCache
+from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.spec import CacheLayout, FullSpec, WindowSpec, held_blocks, needed_blocks
 from prfaas.errors import ConfigError
 
@@ -346,8 +347,9 @@ def test_counts_tell_hits_by_query_and_token():
     prefill(cache, list(range(9)))
     prefill(cache, list(range(9)))
     counts = cache.counts()
-    assert (counts.num_queries, counts.num_hits) == (2, 1)
-    assert (counts.num_query_tokens, counts.num_hit_tokens) == (18, 8)
+    lookups = counts.lookups
+    assert (lookups.num_queries, lookups.num_hits) == (2, 1)
+    assert (lookups.num_query_tokens, lookups.num_hit_tokens) == (18, 8)
     assert counts.num_tables == 0
     assert counts.num_evictions == 0
     cache.close()

@@ -32,7 +32,7 @@ def environment(models_dir: Path) -> dict[str, str]:
     return kept | {"PRFAAS_MODELS_DIR": str(models_dir)}
 
 
-SMALL = ("--threads", "1", "--cache-ram-bytes", "64MiB", "--kv-ram-bytes", "256MiB")
+SMALL = ("--threads", "1", "--cache-ram", "64MiB", "--kv-ram-bytes", "256MiB")
 
 
 def command(name: str, *flags: str) -> list[str]:

@@ -18,7 +18,7 @@ FLAGS = {
     "host": st.sampled_from(["127.0.0.1", "::1"]),
     "port": st.integers(1, 65_535),
     "threads": st.integers(1, 1024),
-    "cache_ram_bytes": st.integers(1 << 20, 1 << 50),
+    "cache_ram": st.integers(1 << 20, 1 << 50),
     "drain_timeout_s": st.floats(0, 86_400),
     "max_context_tokens": st.integers(2, 10**9),
     "allow_plaintext": st.booleans(),

@@ -32,7 +32,7 @@ def test_no_two_settings_share_a_flag_or_a_variable():
         ("model.model", "--model", "PRFAAS_MODEL"),
         ("scheduler.threshold_tokens", "--threshold-tokens", "PRFAAS_THRESHOLD_TOKENS"),
         ("transport.accept_numerics", "--accept-numerics", "PRFAAS_ACCEPT_NUMERICS"),
-        ("cache.ram_bytes", "--cache-ram-bytes", "PRFAAS_CACHE_RAM_BYTES"),
+        ("cache.ram_bytes", "--cache-ram", "PRFAAS_CACHE_RAM"),
         ("log.level", "--log-level", "PRFAAS_LOG_LEVEL"),
     ],
 )

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from prfaas.cache.block_table import BlockTable
 from prfaas.cache.hashing import root_key
-from prfaas.cache.prefix import BlockTable, PrefixCache
+from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.spec import bytes_of_page
 from prfaas.engine.loader import load_model
 from prfaas.engine.model import Model, Segment

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.cache.prefix import BlockTable
+from prfaas.cache.block_table import BlockTable
 from prfaas.cache.spec import CacheLayout, StateSpec, replay_boundary
 from prfaas.engine.model import Model, Segment
 from prfaas.engine.pages import (

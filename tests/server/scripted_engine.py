@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prfaas.cache.prefix import BlockTable, PrefixCache
+from prfaas.cache.block_table import BlockTable
+from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.spec import (
     CacheLayout,
     FullSpec,

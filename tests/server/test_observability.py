@@ -4,6 +4,9 @@ import ast
 import re
 from pathlib import Path
 
+from prfaas.cache.lookups import LookupCounts
+from prfaas.cache.store import StoreStats
+from prfaas.cache.store_types import RecordCounts, RecordStats
 from prfaas.server.metrics import Metrics
 from prfaas.server.node import NodeLoad
 from prfaas.types import RequestRecord
@@ -11,6 +14,28 @@ from prfaas.types import RequestRecord
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "observability.md").read_text()
 LEVELS = {"debug", "info", "warning", "error", "exception"}
+
+
+STORE = StoreStats(
+    records=RecordStats(
+        num_records=1,
+        live_bytes=2,
+        segment_bytes=3,
+        other_bytes=0,
+        num_segments=1,
+        tenant_bytes={b"t": 2},
+        oldest_s=None,
+        is_broken=False,
+        counts=RecordCounts(),
+    ),
+    quota_bytes=4,
+    num_queued=0,
+    queued_bytes=0,
+    num_dropped_full=0,
+    num_dropped_failing=0,
+    num_dropped_large=0,
+    num_failures=0,
+)
 
 
 def table_rows(heading: str) -> list[list[str]]:
@@ -30,7 +55,9 @@ def exercised() -> Metrics:
     metrics.record_token_gap(0.01)
     metrics.transfer_bytes("sent", 1)
     metrics.transfer_finished("sent", "completed")
-    metrics.watch(lambda: NodeLoad(peers_usable={"peer": True}))
+    metrics.watch(
+        lambda: NodeLoad(peers_usable={"peer": True}, lookups=LookupCounts(), store=STORE)
+    )
     return metrics
 
 

@@ -143,7 +143,7 @@ async def test_what_it_cannot_do_is_refused_before_any_work(changes, error, word
     async with fleet() as nodes:
         with pytest.raises(error, match=words):
             await nodes.prefill.node.open(asked(**changes))
-        assert nodes.prefill_cache.counts().num_queries == 0
+        assert nodes.prefill_cache.counts().lookups.num_queries == 0
 
 
 async def test_a_second_transfer_of_one_id_is_refused_and_the_first_goes_on():

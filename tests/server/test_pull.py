@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.cache.prefix import BlockTable, PrefixCache
+from prfaas.cache.block_table import BlockTable
+from prfaas.cache.prefix import PrefixCache
 from prfaas.errors import ProtocolError
 from prfaas.server.prefill_job import places_to_send
 from prfaas.server.pull import Pull
