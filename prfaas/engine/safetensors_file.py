@@ -21,7 +21,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         """Map `path`; raises ConfigError if it is no complete safetensors file."""
-        self._path = path
+        self.path = path
         try:
             with path.open("rb") as file:
                 # A private mapping is writable in principle, which torch asks of a buffer.
@@ -41,10 +41,12 @@ class SafetensorsFile:
         dtype = DTYPES.get(stored.dtype)
         if dtype is None:
             raise ConfigError(
-                f"{self._path}: tensor {name!r} has dtype {stored.dtype}; "
+                f"{self.path}: tensor {name!r} has dtype {stored.dtype}; "
                 f"supported: {', '.join(DTYPES)}"
             )
         count = (stored.end - stored.start) // dtype.itemsize
+        if not count:
+            return torch.empty(stored.shape, dtype=dtype)
         flat = torch.frombuffer(self.data, dtype=dtype, count=count, offset=stored.start)
         return flat.view(stored.shape)
 

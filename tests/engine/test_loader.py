@@ -60,6 +60,22 @@ def test_a_sharded_checkpoint_is_the_same_model(llama: Path, tmp_path: Path) -> 
     assert torch.equal(first_logits(load_model(sharded)), first_logits(load_model(llama)))
 
 
+def test_a_tensor_that_two_files_hold_is_refused(llama: Path) -> None:
+    """Which of them is meant cannot be told; an index may say one thing, a header another."""
+    tensors = load_file(llama / "model.safetensors")
+    name = "model.norm.weight"
+    save_file({name: tensors[name] + 1}, llama / "other.safetensors")
+    for weight_map in (
+        None,
+        dict.fromkeys(tensors, "model.safetensors") | {"x": "other.safetensors"},
+    ):
+        if weight_map is not None:
+            index = llama / "model.safetensors.index.json"
+            index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ConfigError, match=r"model\.norm\.weight' is stored twice"):
+            load_model(llama)
+
+
 def test_a_multimodal_checkpoint_gives_its_text_model(tmp_path: Path) -> None:
     text = write_tiny_model(tmp_path / "text", "gemma3")
     both = write_tiny_model(tmp_path / "both", "gemma3")

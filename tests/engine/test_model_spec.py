@@ -26,6 +26,7 @@ PAPER_MODELS = {
 TABLE_5 = {1024: 190.8, 8192: 308.9, 32_003: 701.3, 130_004: 2316.3}
 """PrfaaS Table 5: tokens -> MiB. Its "32K" and "128K" rows are prompts of about these lengths."""
 FALCON: dict[str, Any] = {
+    "rms_norm_eps": 1e-5,
     "model_type": "falcon_h1",
     "num_hidden_layers": 2,
     "vocab_size": 128,

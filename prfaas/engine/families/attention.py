@@ -41,6 +41,8 @@ GEMMA3_DEFAULTS: dict[str, Any] = {
     "eos_token_id": 1,
 }
 DEFAULT_SLIDING_WINDOW_PATTERN = 6
+CLAMP, CLAMPED_SLOPE = 7.0, 1.702
+"""Of gpt-oss's feed-forwards, whatever the config says; as layers.mlp computes them."""
 GPT_OSS_YARN = YarnScaling(factor=32.0, original_context_tokens=4096, is_truncated=False)
 
 
@@ -169,6 +171,7 @@ def minimax_m2(fields: Fields) -> ModelSpec:
         fields.refuse("attn_type_list with other than full attention")
     fields.refuse_unless("shared_intermediate_size", 0)
     fields.refuse_unless("qk_norm_type", "per_layer")
+    fields.refuse_unless("scoring_func", "sigmoid")
     rotation = rope(fields, head_dim_of(fields), default_theta=5_000_000.0)
     layer = gqa(
         fields,
@@ -213,7 +216,7 @@ def mimo_v2_flash(fields: Fields) -> ModelSpec:
     layers = [_mimo_layer(fields, ropes[kind], kind) for kind in kinds]
     return fields.model(
         layers=layers,
-        ffns=dense_first(fields, sigmoid_experts(fields), default_dense=1),
+        ffns=dense_first(fields, sigmoid_experts(fields, default_scale=1.0), default_dense=1),
         eps_names=("rms_norm_eps", "layernorm_epsilon"),
     )
 
@@ -245,6 +248,8 @@ def _mimo_layer(fields: Fields, rotation: RopeSpec, kind: str) -> GqaSpec:
 
 def gpt_oss(fields: Fields) -> ModelSpec:
     """Return a gpt-oss: windows and full layers in turn, sinks and biases everywhere."""
+    fields.refuse_unless("swiglu_limit", CLAMP)
+    fields.refuse_unless("swiglu_alpha", CLAMPED_SLOPE)
     head_dim = head_dim_of(fields)
     rotation = rope(fields, head_dim, default_theta=150_000.0)
     if "rope_parameters" not in fields and "rope_scaling" not in fields:

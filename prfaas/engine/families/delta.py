@@ -1,5 +1,7 @@
 """Families with a delta rule: Qwen3-Next, Qwen3.5, OLMo hybrid, Kimi Linear, Ling 3."""
 
+import math
+
 from prfaas.engine.families.attention import gqa, head_dim_of, qwen_ffns
 from prfaas.engine.families.experts import dense, dense_first, sigmoid_experts
 from prfaas.engine.families.fields import FULL, LINEAR, PRE_NORM, Fields, bad_layer_type
@@ -159,6 +161,8 @@ def ling3(fields: Fields) -> ModelSpec:
     kinds = fields.layer_types(lambda layer: LINEAR if (layer + 1) % group else FULL)
     is_bounded = fields.flag("kda_safe_gate", default=True)
     bound = fields.get("kda_lower_bound")
+    if bound is not None and not (isinstance(bound, int | float) and -math.inf < bound < 0):
+        raise ConfigError(f"kda_lower_bound={bound!r} is not a negative number")
     linear = KdaSpec(
         num_heads=fields.integer("linear_num_heads", "num_attention_heads"),
         head_dim=fields.integer("linear_head_dim", "head_dim"),

@@ -30,10 +30,20 @@ def softmax_experts(fields: Fields, *, is_renormalised: bool) -> MoeSpec:
     )
 
 
-def sigmoid_experts(fields: Fields, *, num_groups: int = 1, groups_per_token: int = 1) -> MoeSpec:
-    """Return DeepSeek's experts: scores are sigmoids, a bias joins the selection alone."""
+def sigmoid_experts(
+    fields: Fields,
+    *,
+    num_groups: int = 1,
+    groups_per_token: int = 1,
+    default_scale: float | None = None,
+) -> MoeSpec:
+    """Return DeepSeek's experts: scores are sigmoids, a bias joins the selection alone.
+
+    Public code disagrees on a routed_scaling_factor that is missing: by default it is refused.
+    """
     for name in ("moe_router_activation_func", "scoring_func", "score_function"):
         fields.refuse_unless(name, "sigmoid")
+    fields.refuse_unless("topk_method", "noaux_tc")
     size = fields.integer("moe_intermediate_size")
     return MoeSpec(
         num_experts=fields.integer(*NUM_EXPERTS),
@@ -43,7 +53,7 @@ def sigmoid_experts(fields: Fields, *, num_groups: int = 1, groups_per_token: in
         * fields.integer("moe_shared_expert_intermediate_size", default=size),
         router="sigmoid",
         is_renormalised=fields.flag("norm_topk_prob", "moe_renormalize", default=True),
-        routed_scale=fields.number("routed_scaling_factor", default=1.0),
+        routed_scale=fields.number("routed_scaling_factor", default=default_scale),
         num_groups=fields.integer("n_group", "num_expert_group", default=num_groups),
         groups_per_token=fields.integer("topk_group", default=groups_per_token),
     )

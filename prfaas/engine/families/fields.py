@@ -1,5 +1,6 @@
 """Typed access to the fields of a config.json, and what they ask for that no spec describes."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict, Unpack
 
@@ -21,6 +22,8 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (None, False),
     "quantization_config": (None,),
+    "compression_config": (None,),
+    "quantization": (None,),
     "pretraining_tp": (None, 1),
 }
 ACTIVATION_NAMES: Mapping[Activation, tuple[str, ...]] = {
@@ -64,7 +67,10 @@ class Fields:
 
     def integer(self, *names: str, default: int | None = None) -> int:
         """Return a positive integer; raises ConfigError if it is something else, or missing."""
-        return int(self.number(*names, default=default))
+        value = self.number(*names, default=default)
+        if not value.is_integer():
+            raise ConfigError(f"{names[0]}={self.get(*names)!r} is not a positive integer")
+        return int(value)
 
     def count(self, *names: str) -> int:
         """Return an integer of at least 0, such as a number of shared experts; 0 if missing."""
@@ -79,9 +85,18 @@ class Fields:
         value = self.get(*names)
         if value is None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_positive(value):
             raise ConfigError(f"{names[0]}={value!r} is not a positive number")
         return float(value)
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...] | None:
+        """Return so many numbers, or None if missing; raises ConfigError if it is something else."""
+        values = self.items(name)
+        if values is None:
+            return None
+        if len(values) != count or not all(_is_number(value) for value in values):
+            raise ConfigError(f"{name}={values!r} is not a list of {count} numbers")
+        return tuple(map(float, values))
 
     def flag(self, *names: str, default: bool = False) -> bool:
         """Return a boolean; raises ConfigError if it is something else."""
@@ -175,7 +190,7 @@ class Fields:
             layers=layers,
             ffns=ffns,
             max_context_tokens=self.integer(*CONTEXT_TOKENS),
-            norm_eps=self.number(*eps_names, default=1e-6),
+            norm_eps=self.number(*eps_names),
             mixer_residuals=_for_each(mixer_residual, len(layers)),
             ffn_residuals=_for_each(ffn_residual, len(layers)),
             activation=activation,
@@ -191,6 +206,14 @@ class Fields:
 def bad_layer_type(kind: str) -> ConfigError:
     """Return the error for a layer type that the family does not have."""
     return ConfigError(f"layer type {kind!r} is not supported")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_positive(value: float) -> bool:
+    return 0 < value < math.inf
 
 
 def _for_each(

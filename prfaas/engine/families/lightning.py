@@ -21,6 +21,7 @@ def minimax(fields: Fields) -> ModelSpec:
     """Return a MiniMax-01: lightning attention and grouped-query attention, experts everywhere."""
     fields.refuse_unless("shared_intermediate_size", 0)
     fields.refuse_unless("postnorm", True)
+    _refuse_uneven_heads(fields)
     head_dim, num_layers = head_dim_of(fields), fields.num_layers()
     full = gqa(fields, rope(fields, head_dim, default_theta=1_000_000.0))
     layers: list[MixerSpec] = []
@@ -56,6 +57,14 @@ def minimax(fields: Fields) -> ModelSpec:
     )
 
 
+def _refuse_uneven_heads(fields: Fields) -> None:
+    """Public code disagrees on the slopes of heads whose number is no power of two."""
+    if (num_heads := fields.integer("num_attention_heads")).bit_count() != 1:
+        fields.refuse(
+            f"num_attention_heads={num_heads}, not a power of 2, with lightning attention"
+        )
+
+
 def _minimax_residual(fields: Fields, part: str) -> ResidualSpec:
     """The normed input is kept; the hub's names differ from those of transformers."""
     old = {"full_attn": "layernorm_full_attention", "linear_attn": "layernorm_linear_attention"}
@@ -81,6 +90,7 @@ def _minimax_kinds(fields: Fields) -> list[str]:
 def ring(fields: Fields) -> ModelSpec:
     """Return a Ring or Ling 2.5: lightning attention and latent attention, seven to one."""
     num_layers, group = fields.num_layers(), fields.integer("layer_group_size")
+    _refuse_uneven_heads(fields)
     head_dim = head_dim_of(fields)
     theta = fields.number("rope_theta", default=600_000.0)
     full = mla(

@@ -7,6 +7,7 @@ from prfaas.engine.families.attention import gqa, head_dim_of
 from prfaas.engine.families.delta import of_kinds
 from prfaas.engine.families.experts import EXPERTS_PER_TOKEN, NUM_EXPERTS, dense
 from prfaas.engine.families.fields import (
+    ACTIVATION_NAMES,
     FULL,
     HYBRID,
     LAYER_TYPE_ALIASES,
@@ -34,7 +35,7 @@ def mamba2(fields: Fields, *, inner_dim: int | None = None) -> Mamba2Spec:
         inner_dim = int(fields.number("mamba_expand", default=2) * fields.integer("hidden_size"))
     num_heads = fields.integer("mamba_n_heads")
     head_dim = inner_dim // num_heads
-    if fields.get("mamba_d_head") not in {None, "auto"}:
+    if fields.get("mamba_d_head") not in (None, "auto"):
         head_dim = fields.integer("mamba_d_head")
     if num_heads * head_dim != inner_dim:
         raise ConfigError(
@@ -68,6 +69,7 @@ def _dt_limit(fields: Fields) -> tuple[float, float]:
 def granite(fields: Fields) -> ModelSpec:
     """Return a Granite 4 H: Mamba-2 and attention, experts beside a shared feed-forward."""
     kinds = fields.layer_types(lambda _: LINEAR)
+    fields.refuse_unless("position_embedding_type", "rope", "nope")
     has_rope = fields.get("position_embedding_type") == "rope"
     attention = gqa(
         fields,
@@ -115,7 +117,7 @@ def falcon_h1(fields: Fields) -> ModelSpec:
             raise bad_layer_type(kind)
     is_normed = fields.flag("mamba_rms_norm")
     norm_first = fields.flag("mamba_norm_before_gate", default=True)
-    scales = fields.items("ssm_multipliers")
+    scales = fields.numbers("ssm_multipliers", 5)
     layer = ParallelSpec(
         attention=gqa(fields, rope(fields, head_dim_of(fields))),
         mamba=replace(
@@ -128,15 +130,15 @@ def falcon_h1(fields: Fields) -> ModelSpec:
         key_scale=fields.number("key_multiplier", default=1.0),
         mamba_in_scale=fields.number("ssm_in_multiplier", default=1.0),
         mamba_out_scale=fields.number("ssm_out_multiplier", default=1.0),
-        mamba_scales=(1.0,) * 5 if scales is None else tuple(float(scale) for scale in scales),
+        mamba_scales=(1.0,) * 5 if scales is None else scales,
     )
     num_layers = fields.num_layers()
-    gate, down = fields.items("mlp_multipliers") or (1.0, 1.0)
+    gate_scale, down_scale = fields.numbers("mlp_multipliers", 2) or (1.0, 1.0)
     mlp = MlpSpec(
         intermediate_size=fields.integer("intermediate_size"),
         has_bias=fields.flag("mlp_bias"),
-        gate_scale=float(gate),
-        down_scale=float(down),
+        gate_scale=gate_scale,
+        down_scale=down_scale,
     )
     return fields.model(
         layers=[layer] * num_layers,
@@ -150,6 +152,7 @@ def nemotron_h(fields: Fields) -> ModelSpec:
     """Return a Nemotron-H, whose layers are each a mixer or a feed-forward, never both."""
     kinds = _nemotron_kinds(fields)
     fields.refuse_unless("moe_shared_expert_overlap", True)
+    fields.refuse_unless("mamba_hidden_act", *ACTIVATION_NAMES["silu"])
     mamba = Mamba2Spec(
         num_heads=fields.integer("mamba_num_heads"),
         head_dim=fields.integer("mamba_head_dim"),

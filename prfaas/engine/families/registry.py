@@ -76,7 +76,7 @@ def _bailing(config: Mapping[str, Any]) -> Callable[[Fields], ModelSpec]:
 
     The class name decides, else the fields that only one of them has.
     """
-    names = [str(name) for name in config.get("architectures") or ()]
+    names = [str(name) for name in Fields(config).items("architectures") or ()]
     if any(name.startswith("BailingMoeV2_5") for name in names):
         return lightning.ring
     has_ring = any(config.get(name) is not None for name in RING_FIELDS)

@@ -11,6 +11,7 @@ from prfaas.engine.rope_spec import (
     RopeSpec,
     YarnScaling,
 )
+from prfaas.errors import ConfigError
 
 Pairs = Literal["halves", "neighbours"]
 
@@ -25,6 +26,9 @@ def rope(
 ) -> RopeSpec:
     """Return the rope of a model in which all layers rotate alike."""
     own = fields.section("rope_parameters") or fields
+    for kind in (FULL, SLIDING):
+        if own is not fields and kind in own:
+            fields.refuse(f"rope_parameters of {kind} layers alone")
     theta = own.number("rope_theta", default=fields.number("rope_theta", default=default_theta))
     scaling = own if own is not fields else fields.section("rope_scaling")
     return RopeSpec(
@@ -53,12 +57,13 @@ def ropes_by_layer_type(
     ropes = {}
     for kind in (FULL, SLIDING):
         own = parameters.section(kind)
-        if own is not None:
-            ropes[kind] = RopeSpec(
-                theta=own.number("rope_theta"),
-                scaling=read_scaling(own, fields),
-                rotary_dim=_rotary_dim(own, fields, head_dim, default_part),
-            )
+        if own is None:
+            raise ConfigError(f"rope_parameters say nothing of {kind} layers")
+        ropes[kind] = RopeSpec(
+            theta=own.number("rope_theta"),
+            scaling=read_scaling(own, fields),
+            rotary_dim=_rotary_dim(own, fields, head_dim, default_part),
+        )
     return ropes
 
 
@@ -66,6 +71,8 @@ def read_scaling(own: Fields, model: Fields) -> RopeScaling | None:
     """Return the scaling that `own` describes; notes one that is not known as unsupported."""
     match kind := own.get("rope_type", "type") or "default":
         case "default" | "mrope":  # mrope of text alone is plain rope
+            if own is not model and own.get("factor") not in (None, 1, 1.0):
+                model.refuse(f"rope factor={own.get('factor')!r} of rope type {kind!r}")
             return None
         case "linear":
             return LinearScaling(factor=own.number("factor"))
@@ -110,4 +117,6 @@ def _rotary_dim(own: Fields, model: Fields, head_dim: int, default_part: float) 
             default=model.number("partial_rotary_factor", default=default_part),
         )
         dim = int(head_dim * part)
+    if not 0 < dim <= head_dim or dim % 2:
+        raise ConfigError(f"{dim} of a head's {head_dim} dimensions cannot rotate in pairs")
     return None if dim == head_dim else dim

@@ -10,7 +10,8 @@ from prfaas.engine.model_spec import ModelSpec
 
 def lfm2(fields: Fields) -> ModelSpec:
     """Return an LFM2: gated short convolutions but for the layers of full_attn_idxs."""
-    full = set(fields.items("full_attn_idxs") or range(fields.num_layers()))
+    listed = fields.items("full_attn_idxs")
+    full = set(range(fields.num_layers()) if listed is None else listed)
     kinds = fields.layer_types(lambda layer: FULL if layer in full else CONV)
     rotation = rope(fields, head_dim_of(fields), default_theta=1_000_000.0)
     mixers: dict[str, MixerSpec] = {

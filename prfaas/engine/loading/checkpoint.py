@@ -41,10 +41,18 @@ class Weights:
     """The tensors of a checkpoint by their Hugging Face name; counts which were taken."""
 
     def __init__(self, model_dir: Path) -> None:
+        """Map the files; raises ConfigError if one is damaged or two hold one tensor."""
         self.files = [SafetensorsFile(path) for path in weight_files(model_dir)]
-        self._file_of = {
-            _canonical(name): (file, name) for file in self.files for name in file.names
-        }
+        self._file_of: dict[str, tuple[SafetensorsFile, str]] = {}
+        for file in self.files:
+            for stored_name in file.names:
+                name = _canonical(stored_name)
+                if name in self._file_of:
+                    other = self._file_of[name][0].path
+                    raise ConfigError(
+                        f"tensor {name!r} is stored twice: in {other} and {file.path}"
+                    )
+                self._file_of[name] = (file, stored_name)
         self._left = set(self.names)
         self._taken_bytes = 0
 

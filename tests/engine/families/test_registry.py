@@ -13,6 +13,7 @@ from prfaas.engine.mixer_spec import GqaSpec, KdaSpec, LightningSpec, MlaSpec
 from prfaas.engine.rope import attention_factor
 from prfaas.engine.rope_spec import RopeSpec, YarnScaling
 from prfaas.errors import ConfigError
+from tests.tiny_configs import tiny_config
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 MAMBA: dict[str, Any] = {
@@ -26,6 +27,7 @@ MAMBA: dict[str, Any] = {
     "hidden_size": 64,
     "vocab_size": 128,
     "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
 }
 NEMOTRON: dict[str, Any] = {
     "model_type": "nemotron_h",
@@ -44,6 +46,7 @@ NEMOTRON: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 32,
     "max_position_embeddings": 4096,
+    "layer_norm_epsilon": 1e-5,
 }
 
 
@@ -56,6 +59,8 @@ def shipped(name: str) -> dict[str, Any]:
 RING = shipped("ring-2.5-1t")
 KIMI = shipped("kimi-linear-48b")
 MIMO = shipped("mimo-v2-flash")
+GPT_OSS = tiny_config("gpt_oss")
+GRANITE = tiny_config("granitemoehybrid")
 LING3 = {k: v for k, v in RING.items() if k not in {"group_norm_size", "linear_silu"}} | {
     "architectures": ["BailingHybridForCausalLM"],
     "short_conv_kernel_size": 4,
@@ -253,6 +258,14 @@ def test_an_attention_factor_that_is_no_number_is_refused_by_name() -> None:
         (NEMOTRON, "attention_bias", True),
         (NEMOTRON, "mlp_hidden_act", "silu"),
         (NEMOTRON, "moe_shared_expert_overlap", False),
+        (NEMOTRON, "mamba_hidden_act", "gelu"),
+        (KIMI, "compression_config", {"format": "pack-quantized"}),
+        (KIMI, "topk_method", "group_limited_greedy"),
+        (RING, "num_attention_heads", 48),
+        (shipped("minimax-m2.5"), "scoring_func", "softmax"),
+        (GPT_OSS, "swiglu_limit", 10.0),
+        (GPT_OSS, "swiglu_alpha", 1.5),
+        (GRANITE, "position_embedding_type", "alibi"),
         (shipped("qwen3-235b"), "rope_scaling", {"rope_type": "longrope", "factor": 2.0}),
     ],
 )
@@ -280,6 +293,15 @@ def test_a_feature_that_no_spec_describes_is_named(
         (MAMBA | {"model_type": "falcon_h1", "num_hidden_layers": 1}, "layer_types", ["mamba"]),
         (MAMBA | {"model_type": "bamba", "num_hidden_layers": 1}, "layer_types", ["conv"]),
         (MAMBA | {"model_type": "lfm2", "num_hidden_layers": 1}, "layer_types", ["mamba"]),
+        (MAMBA | {"model_type": "falcon_h1", "num_hidden_layers": 1}, "mlp_multipliers", [1.0]),
+        (MAMBA | {"model_type": "falcon_h1", "num_hidden_layers": 1}, "ssm_multipliers", ["a"] * 5),
+        (MAMBA | {"model_type": "bamba", "num_hidden_layers": 1}, "mamba_d_head", [16]),
+        (MAMBA | {"model_type": "bamba", "num_hidden_layers": 1}, "rms_norm_eps", None),
+        (KIMI, "routed_scaling_factor", None),
+        (RING, "routed_scaling_factor", None),
+        (RING, "architectures", 7),
+        (LING3, "kda_lower_bound", 5.0),
+        (LING3, "kda_lower_bound", "low"),
         (MAMBA | {"model_type": "llama", "num_hidden_layers": 1}, "layer_types", ["mamba"]),
     ],
 )
@@ -296,6 +318,7 @@ def test_lfm2_rounds_its_feed_forward_as_the_released_350m_does() -> None:
         "model_type": "lfm2",
         "num_hidden_layers": 2,
         "full_attn_idxs": [1],
+        "norm_eps": 1e-5,
         "block_ff_dim": 6656,
         "block_ffn_dim_multiplier": 1.0,
         "block_multiple_of": 256,
