@@ -196,7 +196,8 @@ class Model:
         if not rows:
             return x_TD.new_empty(0, self.config.vocab_size)
         padding = padded_rows(len(rows), self.packing) - len(rows)
-        logits_TV = self.lm_head(self.norm(x_TD[rows + rows[:1] * padding]))[: len(rows)]
+        padded = torch.tensor(rows + rows[:1] * padding, device=x_TD.device)
+        logits_TV = self.lm_head(self.norm(x_TD[padded]))[: len(rows)]
         scale = self.config.logits_scale
         return logits_TV if scale == 1.0 else logits_TV.mul_(scale)
 
