@@ -36,6 +36,9 @@ def report(config: Mapping[str, Any], kv_dtype: KvDtype) -> Report:
         ConfigError: an unknown family, or a field that is missing or makes no sense.
     """
     model = describe(config)
+    uncertain = config.get(UNCERTAIN) or {}
+    if not isinstance(uncertain, Mapping):
+        raise ConfigError(f"{UNCERTAIN}={uncertain!r} is not an object")
     constant, growth = constant_bytes(model.layers, kv_dtype), growth_bytes(model.layers, kv_dtype)
     kinds = [_kind(layer) for layer in model.layers]
     return {
@@ -66,7 +69,7 @@ def report(config: Mapping[str, Any], kv_dtype: KvDtype) -> Report:
         "constant_bytes": constant,
         "break_even_tokens": constant / growth if growth else None,
         "unsupported": list(model.unsupported),
-        "uncertain": dict(config.get(UNCERTAIN) or {}),
+        "uncertain": dict(uncertain),
     }
 
 

@@ -143,9 +143,13 @@ def test_inspect_of_dense_attention_has_no_constant_and_no_break_even():
     assert facts["kv_dtype"] == "float32"
 
 
+UNSURE = (CONFIGS / "kimi-linear-48b.json").read_text().replace('"_uncertain"', '"_was"')
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
+        (UNSURE.replace("{", '{"_uncertain": ["a"],', 1), "_uncertain=['a'] is not an object"),
         ('{"model_type": "zamba2"}', "model_type 'zamba2' is not supported"),
         ('{"model_type": "llama"}', "hidden_size"),
         ("[]", "holds a JSON list"),
