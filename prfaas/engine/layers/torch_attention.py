@@ -46,7 +46,11 @@ class TorchAttention:
         mask_RC = self._mask(seen, position, num_tokens).repeat_interleave(num_groups, dim=0)
         if self._sinks_HG is None:
             out_HRV = F.scaled_dot_product_attention(
-                q_HRK[None], seen.keys[None], seen.values[None], mask_RC[None], scale=self._scale
+                q_HRK[None],
+                seen.keys[None],
+                seen.values[None],
+                mask_RC[None, None],
+                scale=self._scale,
             )[0]
         else:
             sinks_HR = self._sinks_HG.repeat(1, num_tokens)
