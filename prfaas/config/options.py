@@ -37,7 +37,9 @@ class HttpOptions:
     """A request's head and body must arrive, and a client take what it is sent, within this."""
     cors_allow_origin: str | None = None
     api_key: str | None = None
-    """Clients must show this as a bearer token; None asks for none."""
+    """The operator's: clients must show it as a bearer token; None asks for none."""
+    api_key_file: str | None = None
+    """One tenant's key a line; each opens the API, and shares no cached block with another."""
     heartbeat_s: float | None = None
     """A stream that is silent this long gets a comment line; None sends none."""
 

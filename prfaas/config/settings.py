@@ -132,6 +132,11 @@ SETTINGS: tuple[Setting, ...] = (
         "http.api_key", "Clients must show this as a bearer token.", is_secret=True, roles=_PD
     ),
     _setting(
+        "http.api_key_file",
+        "Tenants' keys, one a line, mode 0600. They share no cache; they open /v1 only.",
+        roles=_PD,
+    ),
+    _setting(
         "http.heartbeat_s",
         "A stream that is silent this long gets a comment line. Default: none.",
         above=0,

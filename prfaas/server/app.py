@@ -22,6 +22,7 @@ from prfaas.config.options import ModelOptions, NodeConfig
 from prfaas.errors import BadRequest, ConfigError, Overloaded
 from prfaas.log import get_logger
 from prfaas.server.answering import Answerer
+from prfaas.server.api_keys import api_keys
 from prfaas.server.connection import tracking
 from prfaas.server.failures import error_response, first_leaf
 from prfaas.server.handlers import Handlers
@@ -174,6 +175,7 @@ class Face:
         self._clock = clock
         self._wall = wall
         self._draw_seed = draw_seed
+        self._keys = api_keys(config.http)
         self._executor = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="prfaas-text")
 
     def __enter__(self) -> "Face":
@@ -228,8 +230,8 @@ class Face:
             answering_errors(draw_request_id),
             answering_preflight(options),
         ]
-        if options.api_key is not None:
-            middlewares.append(checking_key(options.api_key, (KV_PREFIX,)))
+        if self._keys is not None:
+            middlewares.append(checking_key(self._keys, (KV_PREFIX,)))
         app = web.Application(middlewares=middlewares, client_max_size=options.max_body_bytes)
         app.add_routes(Probes(self._lifecycle, self._metrics).routes())
         app.add_routes(routes)

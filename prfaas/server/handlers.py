@@ -13,7 +13,7 @@ from prfaas.server.answering import Answerer, Job
 from prfaas.server.body import read_body
 from prfaas.server.jobs import Arrival, JobMaker, check_model
 from prfaas.server.lifecycle import Lifecycle
-from prfaas.server.middleware import REQUEST_ID
+from prfaas.server.middleware import API_KEY, REQUEST_ID
 from prfaas.server.openai.answers import model_body, record_body, to_json
 from prfaas.server.openai.fields import shown
 from prfaas.server.records import RecordRing
@@ -70,7 +70,11 @@ class Handlers:
         self, request: web.Request, make_job: Callable[[bytes, Arrival], Job]
     ) -> web.StreamResponse:
         with self._lifecycle.admit():
-            arrival = Arrival(request_id=request[REQUEST_ID], arrival_s=self._clock())
+            arrival = Arrival(
+                request_id=request[REQUEST_ID],
+                arrival_s=self._clock(),
+                api_key=request.get(API_KEY),
+            )
             body = await read_body(
                 request,
                 max_bytes=self._options.max_body_bytes,

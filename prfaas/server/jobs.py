@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from prfaas.cache.tenants import salt_of
 from prfaas.clock import Clock
 from prfaas.errors import BadRequest
 from prfaas.server.answering import Job
@@ -22,12 +23,14 @@ from prfaas.transport.handshake import Identity
 from prfaas.types import Request
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Arrival:
     """What the door gives a request."""
 
     request_id: str
     arrival_s: float
+    api_key: bytes | None
+    """None if none is asked for."""
 
 
 class JobMaker:
@@ -135,7 +138,7 @@ class JobMaker:
                         prompt_param="messages" if endpoint == "chat" else "prompt",
                     ),
                     num_choices=settings.num_choices,
-                    cache_salt=settings.cache_salt,
+                    cache_salt=salt_of(arrival.api_key, settings.cache_salt),
                     arrival_s=arrival.arrival_s,
                 )
                 for index, tokens in enumerate(prompts)

@@ -1,6 +1,5 @@
 """What happens to every request: an id, errors in one shape, the key, CORS, the count."""
 
-import hmac
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Collection
@@ -12,6 +11,7 @@ from aiohttp.typedefs import Handler, Middleware
 from prfaas.config.options import HttpOptions
 from prfaas.errors import BadRequest, PrfaasError
 from prfaas.log import get_logger
+from prfaas.server.api_keys import ApiKeys
 from prfaas.server.failures import error_event, error_response, json_error
 from prfaas.server.metrics import OTHER, Metrics
 from prfaas.server.openai.answers import error_body
@@ -19,6 +19,10 @@ from prfaas.server.openai.fields import shown
 
 REQUEST_ID = web.RequestKey("request_id", str)
 """Key of a request's own id in `web.Request`."""
+API_KEY = web.RequestKey("api_key", bytes)
+"""Key of the API key that the client showed, in a `web.Request`; absent if none is asked for."""
+TENANT_PREFIX = "/v1/"
+"""What a tenant's key opens. Figures and stories of all tenants are the operator's."""
 PUBLIC_PATHS = frozenset({"/health", "/ready"})
 """Served without a key: an orchestrator's probes."""
 PREFLIGHT_MAX_AGE_S = 600
@@ -92,20 +96,20 @@ def counting(metrics: Metrics) -> Middleware:
     return count
 
 
-def checking_key(api_key: str, own_auth_prefixes: Collection[str]) -> Middleware:
-    """Return the middleware that lets in only bearers of `api_key`.
+def checking_key(keys: ApiKeys, own_auth_prefixes: Collection[str]) -> Middleware:
+    """Return the middleware that lets in only bearers of one of `keys`, tenants to the API alone.
 
     The key is taken from `Authorization: Bearer KEY` (the scheme in any case, any spaces before the
     key) and from `X-Api-Key: KEY`, never from the query. Paths under `own_auth_prefixes`
     authenticate their clients themselves.
     """
-    expected = api_key.encode()
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path in PUBLIC_PATHS or request.path.startswith(tuple(own_auth_prefixes)):
             return await handler(request)
-        if not hmac.compare_digest(_shown_key(request), expected):
+        key = keys.match(_shown_key(request))
+        if key is None:
             response = error_response(
                 BadRequest(
                     "the API key is missing or wrong: send Authorization: Bearer KEY",
@@ -115,6 +119,15 @@ def checking_key(api_key: str, own_auth_prefixes: Collection[str]) -> Middleware
             )
             response.headers["WWW-Authenticate"] = "Bearer"
             return response
+        if not request.path.startswith(TENANT_PREFIX) and not keys.is_operator(key):
+            return error_response(
+                BadRequest(
+                    "this API key opens /v1 only; the rest takes the operator's",
+                    code="insufficient_permissions",
+                    status=403,
+                )
+            )
+        request[API_KEY] = key
         return await handler(request)
 
     return check_key

@@ -90,8 +90,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.models: list[Model] = []
         self.refs: dict[Key, int] = {}
         """Every published key and the tables that hold it."""
-        self.cold: list[Key] = []
-        self.warm: list[Key] = []
+        self.worths: dict[Key, float] = {}
+        self.ranks: dict[Key, tuple[bool, float, int]] = {}
+        """Of every published key that was let go: whether warm, worth on the clock, order."""
+        self.clock = 0.0
+        self.num_uses = 0
         self.hits: set[Key] = set()
         self.num_private_pages = 0
         self.num_stamps = 0
@@ -99,28 +102,47 @@ class CacheMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------ the obvious way
 
     def hold(self, key: Key) -> None:
-        for queue in (self.cold, self.warm):
-            if key in queue:
-                queue.remove(key)
         self.refs[key] += 1
 
     def let_go(self, key: Key, *, is_cold: bool = False) -> None:
         self.refs[key] -= 1
-        if self.refs[key] == 0:
-            (self.cold if is_cold else self.warm).append(key)
+        self.rank(key, is_cold=is_cold)
+
+    def rank(self, key: Key, *, is_cold: bool) -> None:
+        self.num_uses += 1
+        self.ranks[key] = (not is_cold, self.clock + self.worths[key], self.num_uses)
+
+    def publish(self, key: Key, block: int, hit_tokens: int) -> None:
+        """Tokens saved for each byte that must be kept for that."""
+        position = (block + 1) * BLOCK_TOKENS
+        tokens = max(BLOCK_TOKENS, position - hit_tokens)
+        num_bytes = {0: PAGE_BYTES, 1: 2 * PAGE_BYTES, 2: 2 * 12}[key[0]]
+        if key[0] == 0:
+            tokens = BLOCK_TOKENS
+        elif key[0] == 1:  # the blocks of the last three tokens
+            num_bytes *= min(2, block + 1)
+        self.refs[key] = 1
+        self.worths[key] = tokens * 2**20 / num_bytes
+
+    def idle(self) -> list[Key]:
+        return [key for key, refs in self.refs.items() if not refs]
 
     def num_free(self) -> int:
         return self.num_pages - self.num_private_pages - sum(SIZES[g] for g, _ in self.refs)
 
     def take(self, num_pages: int) -> bool:
-        idle = [*self.cold, *self.warm]
+        idle = self.idle()
         if num_pages > self.num_free() + sum(SIZES[g] for g, _ in idle):
             return False
         while self.num_free() < num_pages:
-            key = idle.pop(0)
-            del self.refs[key]
+            key = min(self.idle(), key=lambda key: self.ranks[key])
+            is_warm, worth, _ = self.ranks.pop(key)
+            self.clock = max(self.clock, worth) if is_warm else self.clock
+            del self.refs[key], self.worths[key]
             self.hits.discard(key)
-            (self.cold if key in self.cold else self.warm).remove(key)
+            for dependent in ((1, key[1]), (2, key[1])):  # of no use without its KV
+                if key[0] == 0 and dependent in self.idle():
+                    self.rank(dependent, is_cold=True)
         self.num_private_pages += num_pages
         return True
 
@@ -221,7 +243,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.num_private_pages -= SIZES[group]
         else:
             assert after == before
-            self.refs[key] = 1
+            self.publish(key, block, model.table.hit_tokens)
             self.num_private_pages -= SIZES[group]
         model.reserved.discard(place)
 
@@ -280,7 +302,7 @@ class CacheMachine(RuleBasedStateMachine):
     def counts_agree(self):
         self.cache.check()
         counts = self.cache.counts()
-        idle = sum(SIZES[group] for group, _ in [*self.cold, *self.warm])
+        idle = sum(SIZES[group] for group, _ in self.idle())
         assert counts.num_free + counts.num_referenced + counts.num_cached == self.num_pages
         assert counts.num_free == self.num_free()
         assert counts.num_cached == idle

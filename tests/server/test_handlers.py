@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prfaas.cache.tenants import salt_of
 from tests.server.fake_node import FakeNode, byte_ids
 from tests.server.http_face import CHAT, TEXT, HttpFace, finish_reasons, running, strict_json
 from tests.server.openai_schema import SCHEMAS, check, check_stream
@@ -223,7 +224,7 @@ async def test_salts_and_arrivals_reach_the_node():
     async with running() as face:
         await face.chat(cache_salt="tenant")
         await face.chat()
-    assert [request.cache_salt for request in face.node.requests] == [b"tenant", b""]
+    assert [request.cache_salt for request in face.node.requests] == [salt_of(None, b"tenant"), b""]
     first, second = face.node.requests
     assert 0 < first.arrival_s <= second.arrival_s
     assert first.request_id != second.request_id
