@@ -10,7 +10,8 @@ PrfaasError
     ├── ProtocolError      bytes that are not frames, or frames out of order
     ├── TransferTimeout    no verified byte within the deadline
     ├── PromptRefused      the peer cannot take this prompt; it can take others
-    └── IncompatiblePeer   the handshake found two different values
+    ├── IncompatiblePeer   the handshake found two different values
+    └── UntrustedPeer      one of the two ends did not prove that it has the cluster key
 """
 
 
@@ -79,3 +80,7 @@ class PromptRefused(TransferError):
 
 class IncompatiblePeer(TransferError):
     """A peer whose model, layout or numerics differ; the message names both values."""
+
+
+class UntrustedPeer(TransferError):
+    """A peer that did not prove that it has our cluster key, or that does not believe that we have."""

@@ -55,6 +55,7 @@ def check_rules(config: NodeConfig, name_of: NameOf, *, listens: bool = True) ->
             f" {block_tokens} tokens ({name_of('cache.block_tokens')})"
         )
     _check_cache(config, name_of)
+    _check_tls(config, name_of)
     if listens:
         _check_listener(config, name_of)
     _check_peer(config, name_of, listens=listens)
@@ -70,13 +71,31 @@ def _check_cache(config: NodeConfig, name_of: NameOf) -> None:
             )
 
 
+def _check_tls(config: NodeConfig, name_of: NameOf) -> None:
+    transport = config.transport
+    if (transport.tls_cert is None) != (transport.tls_key is None):
+        alone, missing = ("key", "cert") if transport.tls_cert is None else ("cert", "key")
+        raise ConfigError(
+            f"{name_of(f'transport.tls_{alone}')} has no effect without"
+            f" {name_of(f'transport.tls_{missing}')}"
+        )
+    if config.role == "prefill":
+        needed, given = "cert", transport.tls_ca
+    else:
+        needed, given = "ca", transport.tls_cert
+    if given is not None and getattr(transport, f"tls_{needed}") is None:
+        name = name_of("transport.tls_ca" if needed == "cert" else "transport.tls_cert")
+        raise ConfigError(f"{name} has no effect without {name_of(f'transport.tls_{needed}')}")
+
+
 def _check_listener(config: NodeConfig, name_of: NameOf) -> None:
     host = config.http.host
-    serves_kv = config.role == "prefill"
-    if serves_kv and not is_loopback(host) and not config.transport.allow_plaintext:
+    if config.role != "prefill" or is_loopback(host):
+        return
+    if config.transport.tls_cert is None and not config.transport.allow_plaintext:
         raise ConfigError(
-            f"{name_of('http.host')}: {host} serves KVCache unencrypted beyond this machine;"
-            " allow it with --allow-plaintext on a network you trust"
+            f"{name_of('http.host')}: {host} serves KVCache unencrypted beyond this machine; give it"
+            " --tls-cert and --tls-key, or allow it with --allow-plaintext on a network you trust"
         )
 
 
@@ -90,10 +109,12 @@ def _check_peer(config: NodeConfig, name_of: NameOf, *, listens: bool) -> None:
         raise ConfigError(f"{name}: {error}") from None
     if listens and port == config.http.port and _is_same_host(host, config.http.host):
         raise ConfigError(f"{name}: {config.transport.peer} is this node's own address")
-    if not is_loopback(host) and not config.transport.allow_plaintext:
+    if is_loopback(host) or config.transport.tls_ca is not None:
+        return
+    if not config.transport.allow_plaintext:
         raise ConfigError(
-            f"{name}: KVCache from {host} would cross the network unencrypted; allow it with"
-            " --allow-plaintext on a network you trust"
+            f"{name}: KVCache from {host} would cross the network unencrypted; check the peer's"
+            " certificate with --tls-ca, or allow it with --allow-plaintext on a network you trust"
         )
 
 

@@ -244,6 +244,18 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     _setting("transport.allow_plaintext", "The KV channel may leave loopback unencrypted."),
     _setting(
+        "transport.cluster_key_file",
+        "A file of mode 600 whose secret both sides of the KV channel must prove to have.",
+    ),
+    _setting(
+        "transport.tls_cert", "PEM certificate (chain) that this node shows on the KV channel."
+    ),
+    _setting("transport.tls_key", "PEM key of --tls-cert."),
+    _setting(
+        "transport.tls_ca",
+        "PEM of who signs the other side's certificates. pd: use TLS; prefill: demand one of every peer.",
+    ),
+    _setting(
         "scheduler.threshold_tokens",
         "With --peer: prompts with more uncached tokens than this are prefilled there.",
         minimum=0,

@@ -42,7 +42,7 @@ from prfaas.server.middleware import (
 from prfaas.server.node import Node, NodeFactory, RoutedNode, ServingNode
 from prfaas.server.probes import Probes
 from prfaas.server.records import RecordRing
-from prfaas.transport.server import check_bind
+from prfaas.transport.security import check_bind, peer_tls
 
 DRAIN_POLL_S = 0.05
 FLUSH_TIMEOUT_S = 2.0
@@ -103,15 +103,17 @@ async def serve(
     options = config.http
     if options.port is None:
         raise ConfigError("http.port is not set")
+    tls = None
     if config.role == "prefill":
-        check_bind(options.host, allow_plaintext=config.transport.allow_plaintext)
+        check_bind(options.host, config.transport)
+        tls = peer_tls(config.transport)
     lifecycle = Lifecycle()
     metrics = Metrics(version=__version__, role=config.role)
     stop = StopSignals()
     face = Face(config, lifecycle, metrics, clock=clock, wall=wall)
     listener_socket = bind_socket(options.host, options.port)
     with face, stop.installed():
-        async with Listener(listener_socket, options) as listener:
+        async with Listener(listener_socket, options, tls) as listener:
             await listener.show(face.loading_app())
             loading = Loading(
                 lambda progress: node_factory(config, metrics, progress), lifecycle.note_progress

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 from types import TracebackType
 
 from aiohttp import web
@@ -46,13 +47,16 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 class Listener:
-    """Serves a bound socket; an async context manager that owns the socket.
+    """Serves a bound socket, by TLS if there is a context for it; an async context manager that owns the socket.
 
     `show` changes the application for the connections accepted from then on.
     """
 
-    def __init__(self, listener: socket.socket, options: HttpOptions) -> None:
+    def __init__(
+        self, listener: socket.socket, options: HttpOptions, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._socket = listener
+        self._tls = tls
         self._options = options
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
@@ -66,7 +70,13 @@ class Listener:
         await runner.setup()
         before, self._runner = self._runner, runner
         if self._server is None:
-            self._server = await loop.create_server(self._accept, sock=self._socket)
+            handshake_timeout_s = None if self._tls is None else self._options.read_timeout_s
+            self._server = await loop.create_server(
+                self._accept,
+                sock=self._socket,
+                ssl=self._tls,
+                ssl_handshake_timeout=handshake_timeout_s,
+            )
         if before is not None:
             await before.cleanup()
 

@@ -30,9 +30,10 @@ from prfaas.server.remote_prefill import RemotePrefiller
 from prfaas.server.transfer_metrics import TransferMetrics
 from prfaas.text.chat_template import ChatTemplate
 from prfaas.text.tokenizer import Tokenizer
-from prfaas.transport.client import parse_address
+from prfaas.transport.address import parse_address
 from prfaas.transport.handshake import Identity
 from prfaas.transport.options import TransportOptions
+from prfaas.transport.security import ChannelSecurity, asker_security
 from prfaas.types import Request, RequestEnded, RouteName, TokenEvent
 
 CLEANUP_TIMEOUT_S = 5.0
@@ -58,6 +59,7 @@ class PdNode:
         tokenizer: Tokenizer,
         chat_template: ChatTemplate,
         is_exact: bool = True,
+        security: ChannelSecurity | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -69,6 +71,7 @@ class PdNode:
         self._options = options
         self._vocab_size = vocab_size
         self._is_exact = is_exact
+        self._security = security
         self._metrics = metrics
         self._clock = clock
         self._finder = PrefixFinder(cache, clock=clock)
@@ -121,6 +124,7 @@ class PdNode:
                 identity=self._identity,
                 router=self._router,
                 clock=self._clock,
+                security=self._security,
             )
             self._peer_task = self._spawn(self.peer.run())
             prefiller = RemotePrefiller(
@@ -270,6 +274,7 @@ class PdNode:
 
 def load_pd_node(config: NodeConfig, metrics: TransferMetrics, progress: Progress) -> PdNode:
     """Load a node of the pd role. Blocking; raises ConfigError."""
+    security = asker_security(config.transport)
     from prfaas.server.parts import load_parts  # loads torch
 
     parts = load_parts(config, progress)
@@ -286,4 +291,5 @@ def load_pd_node(config: NodeConfig, metrics: TransferMetrics, progress: Progres
         tokenizer=parts.tokenizer,
         chat_template=parts.chat_template,
         is_exact=parts.is_exact,
+        security=security,
     )

@@ -8,15 +8,17 @@ import asyncio
 from typing import Literal
 
 from prfaas.clock import Clock
-from prfaas.errors import IncompatiblePeer, Overloaded, TransferError
+from prfaas.errors import IncompatiblePeer, Overloaded, TransferError, UntrustedPeer
 from prfaas.log import get_logger
 from prfaas.scheduler.router import Router
-from prfaas.transport.client import PeerAddress, PeerClient
+from prfaas.transport.address import PeerAddress
+from prfaas.transport.client import PeerClient
 from prfaas.transport.handshake import Identity, check_compatible
 from prfaas.transport.messages import PeerStatus
 from prfaas.transport.options import TransportOptions
+from prfaas.transport.security import ChannelSecurity
 
-PeerState = Literal["unknown", "up", "down", "not_ready", "incompatible"]
+PeerState = Literal["unknown", "up", "down", "not_ready", "incompatible", "untrusted"]
 
 REFRESH_S = 2.0
 FIRST_BACKOFF_S = 0.25
@@ -34,9 +36,10 @@ class Peer:
         identity: Identity,
         router: Router,
         clock: Clock,
+        security: ChannelSecurity | None = None,
     ) -> None:
         self.name = str(address)
-        self.client = PeerClient(address, options)
+        self.client = PeerClient(address, options, security=security)
         self.state: PeerState = "unknown"
         self.detail = "no handshake yet"
         self.is_exact = True
@@ -94,6 +97,9 @@ class Peer:
         except IncompatiblePeer as error:
             self._router.incompatible(self.name, now_s=self._clock())
             self._enter("incompatible", str(error))
+        except UntrustedPeer as error:
+            self._router.unreachable(self.name, now_s=self._clock())
+            self._enter("untrusted", str(error))
         except (TransferError, Overloaded) as error:
             self._router.unreachable(self.name, now_s=self._clock())
             self._enter("down", str(error))

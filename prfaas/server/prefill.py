@@ -7,6 +7,7 @@ transfer early, the prompt is aborted within a step and every page let go.
 """
 
 import asyncio
+import secrets
 from dataclasses import replace
 
 from aiohttp import web
@@ -24,11 +25,14 @@ from prfaas.server.node_load import node_load
 from prfaas.server.prefill_job import PrefillJob
 from prfaas.server.prefix_finder import PrefixFinder
 from prfaas.server.transfer_metrics import TransferMetrics
+from prfaas.transport.auth import PeerSide
+from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.handshake import Identity, check_compatible
 from prfaas.transport.messages import PeerStatus, TransferAccepted, TransferRequest
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.outgoing import OutgoingTransfer
-from prfaas.transport.server import check_bind, routes
+from prfaas.transport.security import check_bind, peer_security
+from prfaas.transport.server import routes
 
 MAX_CANCELLED = 1024
 MAX_TRANSFER_ID_CHARS = 32
@@ -50,8 +54,14 @@ class PrefillNode:
         max_context_tokens: int,
         metrics: TransferMetrics,
         clock: Clock,
+        cluster_key: ClusterKey | None = None,
     ) -> None:
         self._identity = identity
+        self._gate = (
+            None
+            if cluster_key is None
+            else PeerSide(cluster_key, identity=identity, epoch=secrets.token_hex(32))
+        )
         self._cache = cache
         self._engine = EngineThread(engine, clock=clock, name="prefill-engine")
         self._options = options
@@ -87,7 +97,7 @@ class PrefillNode:
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of the KV channel."""
-        return routes(self, lease_s=self._options.lease_s)
+        return routes(self, lease_s=self._options.lease_s, gate=self._gate)
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start the engine thread; transfers run in `tasks`."""
@@ -159,7 +169,7 @@ class PrefillNode:
             if self._transfers[transfer_id] is None:
                 del self._transfers[transfer_id]
             self._cancelled.pop(transfer_id, None)
-        return TransferAccepted(hit_tokens=table.hit_tokens)
+        return TransferAccepted(hit_tokens=table.hit_tokens, capability=job.transfer.capability)
 
     def _check(self, asked: TransferRequest) -> None:
         check_compatible(
@@ -245,7 +255,8 @@ def load_prefill_node(
     config: NodeConfig, metrics: TransferMetrics, progress: Progress
 ) -> PrefillNode:
     """Load a node of the prefill role. Blocking; raises ConfigError."""
-    check_bind(config.http.host, allow_plaintext=config.transport.allow_plaintext)
+    check_bind(config.http.host, config.transport)
+    security = peer_security(config.transport)
     from prfaas.server.parts import load_parts  # loads torch
 
     parts = load_parts(config, progress)
@@ -258,4 +269,5 @@ def load_prefill_node(
         max_context_tokens=parts.runner.max_context_tokens,
         metrics=metrics,
         clock=parts.clock,
+        cluster_key=security.cluster_key,
     )

@@ -10,7 +10,7 @@ from prfaas.errors import EngineError, PrfaasError
 from prfaas.server.engine_thread import EngineStream, EngineThread
 from prfaas.transport.messages import TransferRequest, encode_first_tokens
 from prfaas.transport.outgoing import OutgoingTransfer, PagePlace
-from prfaas.transport.wire import FrameType, encode_frame, encode_progress
+from prfaas.transport.wire import FrameType, encode_progress
 from prfaas.types import RequestEnded, TokenEvent
 
 PROGRESS_INTERVAL_S = 0.5
@@ -141,9 +141,9 @@ class PrefillJob:
                         if len(first_tokens) == num_choices:
                             first_tokens.sort(key=lambda token: token.choice_index)
                             payload = encode_first_tokens(first_tokens)
-                            self.transfer.put_urgent(encode_frame(FrameType.FIRST_TOKENS, payload))
+                            self.transfer.put_urgent(FrameType.FIRST_TOKENS, payload)
                     case FirstLogits():
-                        self.transfer.put_urgent(encode_frame(FrameType.LOGITS, event.logits))
+                        self.transfer.put_urgent(FrameType.LOGITS, event.logits)
                     case RequestEnded():
                         self._finish(event)
         except PrfaasError as error:
@@ -169,4 +169,4 @@ class PrefillJob:
                 tokens_done=self._tokens_done,
                 hit_tokens=self._table.hit_tokens,
             )
-            self.transfer.put_urgent(encode_progress(self._tokens_done, ahead))
+            self.transfer.put_urgent(FrameType.PROGRESS, encode_progress(self._tokens_done, ahead))

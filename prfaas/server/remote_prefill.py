@@ -23,10 +23,10 @@ from prfaas.server.generation import RunningGeneration
 from prfaas.server.peer import Peer
 from prfaas.server.pull import Pull
 from prfaas.server.transfer_metrics import TransferMetrics
-from prfaas.transport.client import FrameStream
 from prfaas.transport.handshake import Identity
 from prfaas.transport.messages import TransferRequest, parse_first_tokens, parse_totals
 from prfaas.transport.options import TransportOptions
+from prfaas.transport.stream import FrameStream
 from prfaas.transport.wire import Frame, FrameType, decode_progress
 from prfaas.types import Request
 
@@ -153,7 +153,9 @@ class RemotePrefiller:
                 num_tokens=len(attempt.request.prompt_tokens),
                 have_tokens=attempt.table.hit_tokens,
             )
-            async with self._peer.client.stream(attempt.transfer_id, pull.resolve) as stream:
+            async with self._peer.client.stream(
+                attempt.transfer_id, accepted.capability, pull.resolve
+            ) as stream:
                 is_streaming = True
                 await self._receive(stream, pull, attempt, generation, started_s)
         finally:

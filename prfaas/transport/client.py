@@ -1,17 +1,15 @@
 """The pd side of the KV channel: asks a prefill node for a prompt's KV and receives its frames.
 
-Control requests are HTTP through aiohttp. The stream is a plain socket of our own: it asks for the
-upgrade itself, so that no buffer stands between the kernel and the pool's pages. This side dials
-and pulls; only the prefill node must be reachable.
+Control requests are HTTP through aiohttp; the stream is a connection of its own (see stream). This
+side dials and pulls; only the prefill node must be reachable. With a cluster key every request is
+signed by a session, and no success counts that the peer has not proven.
 """
 
 import asyncio
 import contextlib
-import ipaddress
-import socket
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
-from typing import Any
+import itertools
+import secrets
+from collections.abc import AsyncIterator
 
 import aiohttp
 
@@ -21,8 +19,11 @@ from prfaas.errors import (
     PromptRefused,
     ProtocolError,
     TransferError,
-    TransferTimeout,
+    UntrustedPeer,
 )
+from prfaas.transport.address import PeerAddress, as_transfer_errors
+from prfaas.transport.auth import AskerSide, Hello, Session, encode_hello, is_same
+from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.handshake import Identity
 from prfaas.transport.messages import (
     PeerStatus,
@@ -35,59 +36,55 @@ from prfaas.transport.messages import (
     parse_status,
 )
 from prfaas.transport.options import TransportOptions
-from prfaas.transport.wire import FROM_SENDER, Frame, FrameDecoder, FrameType, Resolve, encode_frame
+from prfaas.transport.seals import CHECKSUM, FrameSeal, MacSeal
+from prfaas.transport.security import ChannelSecurity
+from prfaas.transport.stream import FrameStream, connect, upgrade
+from prfaas.transport.wire import Resolve
 
-UPGRADE = "prfaas-kv"
 MAX_REPLY_BYTES = 1 << 20
-MAX_HEAD_BYTES = 4096
 MAX_RETRY_AFTER_S = 60.0
 REFUSED_STATUSES = frozenset({413, 422})
 """Of prompts that are too long for the peer."""
-YIELD_BYTES = 4 << 20
-"""A stream that never runs dry gives the loop to others this often."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerAddress:
-    """Where a prefill node listens."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-
-def parse_address(text: str) -> PeerAddress:
-    """Return the address in "host:port" or "[v6]:port"; raise ValueError naming the text."""
-    host, separator, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{text!r} is not host:port")
-    return PeerAddress(host, int(port))
+AUTH_HEADER = "Prfaas-Auth"
+CAPABILITY_HEADER = "Prfaas-Capability"
+PROOF_HEADER = "Prfaas-Proof"
+HELLO_PATH = "/kv/v1/hello"
+SESSION_PATH = "/kv/v1/session"
 
 
 class PeerClient:
     """Talks to one prefill node. Every failure is a TransferError or, when it is full, Overloaded."""
 
-    def __init__(self, address: PeerAddress, options: TransportOptions) -> None:
+    def __init__(
+        self,
+        address: PeerAddress,
+        options: TransportOptions,
+        *,
+        security: ChannelSecurity | None = None,
+    ) -> None:
         self.address = address
         self._options = options
+        self._security = security or ChannelSecurity()
+        tls = self._security.tls
         self._session = aiohttp.ClientSession(
-            base_url=f"http://{address}",
+            base_url=f"{'http' if tls is None else 'https'}://{address}",
+            connector=None if tls is None else aiohttp.TCPConnector(ssl=tls),
             timeout=aiohttp.ClientTimeout(total=None, connect=options.connect_timeout_s),
             auto_decompress=False,
         )
+        self._trust = _Trust()
 
     async def close(self) -> None:
         """Close the connections that are kept for control requests."""
         await self._session.close()
 
     async def handshake(self, ours: Identity) -> PeerStatus:
-        """Return who the peer is and how busy; the caller compares the identities."""
+        """Return who the peer is and how busy; the caller compares the identities.
+
+        Raises UntrustedPeer if one of both has not proven that it has the cluster key.
+        """
         body = dump({"identity": ours.to_json()})
-        return parse_status(await self._post("/kv/v1/handshake", body))
+        return parse_status(await self._post("/kv/v1/handshake", body, ours))
 
     async def open(self, asked: TransferRequest) -> TransferAccepted:
         """Ask for a transfer; return once the peer has reserved all pages and queued the prompt.
@@ -95,160 +92,123 @@ class PeerClient:
         Raises IncompatiblePeer, PromptRefused, Overloaded (with the peer's wish when to retry) or
         TransferError.
         """
-        return parse_accepted(await self._post("/kv/v1/transfers", encode_transfer_request(asked)))
+        body = encode_transfer_request(asked)
+        return parse_accepted(await self._post("/kv/v1/transfers", body, asked.identity))
 
     async def cancel(self, transfer_id: str) -> None:
         """Tell the peer to drop a transfer whose stream was never opened; unknown ones are fine."""
-        with _as_transfer_errors(self.address):
+        path = f"/kv/v1/transfers/{transfer_id}"
+        with as_transfer_errors(self.address):
             async with (
                 asyncio.timeout(self._options.connect_timeout_s),
-                self._session.delete(f"/kv/v1/transfers/{transfer_id}"),
+                self._session.delete(path, headers=self._trust.sign("DELETE", path, b"")[1]),
             ):
                 pass
 
     @contextlib.asynccontextmanager
-    async def stream(self, transfer_id: str, resolve: Resolve) -> AsyncIterator["FrameStream"]:
+    async def stream(
+        self, transfer_id: str, capability: str, resolve: Resolve
+    ) -> AsyncIterator[FrameStream]:
         """Open the stream of an accepted transfer; leaving the block closes it, and cancels it.
 
         Pages are received where `resolve` says.
         """
-        with _as_transfer_errors(self.address):
+        with as_transfer_errors(self.address):
             async with asyncio.timeout(self._options.connect_timeout_s):
-                sock = await _connect(self.address)
+                port = await connect(self.address, self._security.tls)
         try:
-            with _as_transfer_errors(self.address):
-                async with asyncio.timeout(self._options.stall_timeout_s):
-                    rest = await _upgrade(sock, self.address, transfer_id)
-            yield FrameStream(sock, rest, resolve, self.address)
+            path = f"/kv/v1/transfers/{transfer_id}/stream"
+            peer_seal, our_seal = self._seals(transfer_id)
+            _, headers = self._trust.sign("GET", path, capability.encode())
+            headers[CAPABILITY_HEADER] = capability
+            timeout_s = self._options.stall_timeout_s
+            with as_transfer_errors(self.address):
+                async with asyncio.timeout(timeout_s):
+                    rest = await upgrade(port, self.address, path, headers, timeout_s)
+            yield FrameStream(
+                port, rest, resolve, self.address, peer_seal=peer_seal, our_seal=our_seal
+            )
         finally:
-            sock.close()
+            port.close()
 
-    async def _post(self, path: str, body: bytes) -> bytes:
-        with _as_transfer_errors(self.address):
+    def _seals(self, transfer_id: str) -> tuple[FrameSeal, FrameSeal]:
+        """Return the seals of what the peer and we send: MACs where nothing else guards the bytes."""
+        session = self._trust.session
+        if session is None or self._security.tls is not None:
+            return CHECKSUM, CHECKSUM
+        return (
+            MacSeal(session.frame_key(transfer_id, "peer")),
+            MacSeal(session.frame_key(transfer_id, "asker")),
+        )
+
+    async def _post(self, path: str, body: bytes, ours: Identity) -> bytes:
+        """Return the reply to a request; with a cluster key both are of one session."""
+        key = self._security.cluster_key
+        if key is None:
+            return await self._send(path, body)
+        async with self._trust.lock:
+            if self._trust.session is None:
+                await self._prove(key, ours)
+        session = self._trust.session
+        try:
+            return await self._send(path, body)
+        except _SessionLost:  # the peer has started anew, or has more askers than it remembers
+            async with self._trust.lock:
+                if self._trust.session is session:
+                    await self._prove(key, ours)
+        return await self._send(path, body)
+
+    async def _prove(self, key: ClusterKey, ours: Identity) -> None:
+        """Open a session: both ends prove that they hold the key."""
+        self._trust.session = None
+        hello = Hello(nonce=secrets.token_hex(32), epoch=self._trust.epoch, identity=ours)
+        side = AskerSide(key, hello)
+        answer, session = side.meet(await self._send(HELLO_PATH, encode_hello(hello)))
+        await self._send(SESSION_PATH, answer)
+        self._trust.begin(session)
+
+    async def _send(self, path: str, body: bytes) -> bytes:
+        counter, signature = self._trust.sign("POST", path, body)
+        session = self._trust.session
+        headers = {"Content-Type": "application/json", **signature}
+        with as_transfer_errors(self.address):
             async with (
                 asyncio.timeout(self._options.stall_timeout_s),
-                self._session.post(
-                    path, data=body, headers={"Content-Type": "application/json"}
-                ) as response,
+                self._session.post(path, data=body, headers=headers) as response,
             ):
                 reply = await _read_bounded(response)
-                if response.status < 300:
-                    return reply
-                raise _refusal(response, reply, self.address)
+                if response.status >= 300:
+                    raise _refusal(response, reply, self.address)
+        if session is not None:
+            proof = session.sign_reply(counter, response.status, reply)
+            if not is_same(proof, response.headers.get(PROOF_HEADER, "")):
+                raise UntrustedPeer(f"peer {self.address}: the reply is not signed by our session")
+        return reply
 
 
-class FrameStream:
-    """Verified frames from one peer, in order."""
+class _Trust:
+    """The session with the peer, if there is one, and the numbers of its requests."""
 
-    def __init__(
-        self, sock: socket.socket, rest: bytes, resolve: Resolve, address: PeerAddress
-    ) -> None:
-        self._sock = sock
-        self._rest = memoryview(rest)
-        self._address = address
-        self._decoder = FrameDecoder(allowed=FROM_SENDER, resolve=resolve)
-        self._num_unyielded_bytes = 0
+    def __init__(self) -> None:
+        self.epoch = secrets.token_hex(32)
+        self.session: Session | None = None
+        self.lock = asyncio.Lock()
+        self._counters = itertools.count()
 
-    async def next_frame(self, timeout_s: float) -> Frame | None:
-        """Return the next verified frame, or None when the sender closed the stream between two.
+    def begin(self, session: Session) -> None:
+        self.session = session
+        self._counters = itertools.count()
 
-        Raises TransferTimeout if no whole frame came within `timeout_s`, ProtocolError for a
-        damaged or cut one, TransferError for a broken connection.
-        """
-        with _as_transfer_errors(self._address):
-            return await self._receive(asyncio.get_running_loop().time() + timeout_s)
-
-    async def acknowledge(self, timeout_s: float) -> None:
-        """Tell the sender that everything is verified, so that it may let its pages go."""
-        loop = asyncio.get_running_loop()
-        with _as_transfer_errors(self._address):
-            async with asyncio.timeout(timeout_s):
-                await loop.sock_sendall(self._sock, encode_frame(FrameType.ACK))
-
-    async def _receive(self, deadline_s: float) -> Frame | None:
-        while True:
-            target = self._decoder.buffer()
-            num_bytes = self._take_rest(target) or await self._fill(target, deadline_s)
-            if not num_bytes:
-                self._decoder.ended()
-                return None
-            frame = self._decoder.received(num_bytes)
-            if frame is not None:
-                return frame
-
-    def _take_rest(self, target: memoryview) -> int:
-        """Move bytes that came with the upgrade's answer."""
-        num_bytes = min(len(target), len(self._rest))
-        target[:num_bytes] = self._rest[:num_bytes]
-        self._rest = self._rest[num_bytes:]
-        return num_bytes
-
-    async def _fill(self, target: memoryview, deadline_s: float) -> int:
-        """Receive something; a timer and the loop's turn cost only when there is nothing yet."""
-        loop = asyncio.get_running_loop()
-        if self._num_unyielded_bytes < YIELD_BYTES:
-            with contextlib.suppress(BlockingIOError):
-                num_bytes = self._sock.recv_into(target)
-                self._num_unyielded_bytes += num_bytes
-                return num_bytes
-        self._num_unyielded_bytes = 0
-        await asyncio.sleep(0)
-        async with asyncio.timeout_at(deadline_s):
-            return await loop.sock_recv_into(self._sock, target)
+    def sign(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, str]]:
+        """Return the request's number and the headers that sign it; none without a session."""
+        counter = next(self._counters)
+        if self.session is None:
+            return counter, {}
+        return counter, {AUTH_HEADER: self.session.sign_request(counter, method, path, body)}
 
 
-async def _candidates(address: PeerAddress) -> list[tuple[int, tuple[Any, ...]]]:
-    """Return (family, socket address) pairs; a literal address needs no resolver and no thread."""
-    with contextlib.suppress(ValueError):
-        version = ipaddress.ip_address(address.host).version
-        family = socket.AF_INET if version == 4 else socket.AF_INET6
-        return [(family, (address.host, address.port))]
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    return [(family, target) for family, _, _, _, target in found]
-
-
-async def _connect(address: PeerAddress) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    failure: OSError | None = None
-    for family, target in await _candidates(address):
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.sock_connect(sock, target)
-        except OSError as error:
-            sock.close()
-            failure = error
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
-    raise failure or OSError(f"{address} has no address")
-
-
-async def _upgrade(sock: socket.socket, address: PeerAddress, transfer_id: str) -> bytes:
-    """Ask for the raw stream; return what came behind the answer's head."""
-    loop = asyncio.get_running_loop()
-    request = (
-        f"GET /kv/v1/transfers/{transfer_id}/stream HTTP/1.1\r\n"
-        f"Host: {address}\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n\r\n"
-    )
-    await loop.sock_sendall(sock, request.encode("ascii"))
-    head = bytearray()
-    while b"\r\n\r\n" not in head:
-        if len(head) > MAX_HEAD_BYTES:
-            raise ProtocolError(f"answer to the upgrade is longer than {MAX_HEAD_BYTES} bytes")
-        received = await loop.sock_recv(sock, MAX_HEAD_BYTES)
-        if not received:
-            raise ProtocolError("the peer closed the connection instead of upgrading it")
-        head += received
-    head_text, _, rest = bytes(head).partition(b"\r\n\r\n")
-    status_line = head_text.partition(b"\r\n")[0]
-    if not status_line.startswith(b"HTTP/1.1 101 "):
-        raise TransferError(f"upgrade refused: {status_line[:64].decode('ascii', 'replace')!r}")
-    return rest
+class _SessionLost(UntrustedPeer):
+    """The peer does not know our session, or we have shown it none."""
 
 
 async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
@@ -274,19 +234,10 @@ def _refusal(
         except ValueError:
             retry_after_s = 1.0
         return Overloaded(message, retry_after_s=min(max(retry_after_s, 0.0), MAX_RETRY_AFTER_S))
+    if response.status == 401:
+        return _SessionLost(message)
     if response.status == 409:
         return IncompatiblePeer(message)
     if response.status in REFUSED_STATUSES:
         return PromptRefused(message)
     return TransferError(message)
-
-
-@contextlib.contextmanager
-def _as_transfer_errors(address: PeerAddress) -> Iterator[None]:
-    """Map what sockets and aiohttp raise to TransferError, once, at the door."""
-    try:
-        yield
-    except TimeoutError as error:
-        raise TransferTimeout(f"peer {address}: nothing verified within the deadline") from error
-    except (OSError, aiohttp.ClientError) as error:
-        raise TransferError(f"peer {address}: {str(error) or type(error).__name__}") from error

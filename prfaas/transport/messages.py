@@ -50,6 +50,8 @@ class TransferAccepted:
 
     hit_tokens: int
     """Prompt tokens that the prefill node does not need to compute."""
+    capability: str
+    """What the asker must show to open the stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,12 +340,18 @@ def parse_totals(data: bytes) -> TransferTotals:
 
 def encode_accepted(accepted: TransferAccepted) -> bytes:
     """Return the answer to POST /kv/v1/transfers."""
-    return dump({"hit_tokens": accepted.hit_tokens})
+    return dump({"hit_tokens": accepted.hit_tokens, "capability": accepted.capability})
 
 
 def parse_accepted(data: bytes) -> TransferAccepted:
     """Return the answer in `data`, or raise ProtocolError."""
-    return TransferAccepted(hit_tokens=_count(parse_object(data), "hit_tokens", 0, MAX_TOKEN_ID))
+    value = parse_object(data)
+    capability = _typed(value, "capability", str)
+    if not (capability.isalnum() and capability.isascii() and len(capability) <= 64):
+        raise ProtocolError("field capability is not up to 64 letters and digits")
+    return TransferAccepted(
+        hit_tokens=_count(value, "hit_tokens", 0, MAX_TOKEN_ID), capability=capability
+    )
 
 
 def encode_status(status: PeerStatus) -> bytes:

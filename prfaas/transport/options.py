@@ -21,3 +21,11 @@ class TransportOptions:
     """approximate: take KV from a peer with other numerics; answers say exact: false."""
     allow_plaintext: bool = False
     """The KV channel may leave loopback without encryption."""
+    cluster_key_file: str | None = None
+    """A secret that both ends must prove to have; None asks for none."""
+    tls_cert: str | None = None
+    """PEM chain that this node shows; a prefill node then speaks nothing but TLS."""
+    tls_key: str | None = None
+    tls_ca: str | None = None
+    """PEM of who may have signed the other side's certificate: a pd node then reaches its peer by TLS,
+    a prefill node demands a certificate of every asker."""

@@ -5,11 +5,13 @@ its turn comes, so that a backlog costs no memory.
 """
 
 import asyncio
+import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from prfaas.transport.messages import TransferTotals, encode_totals
+from prfaas.transport.seals import CHECKSUM, FrameSeal
 from prfaas.transport.wire import (
     MAX_PAYLOAD_BYTES,
     FrameHeader,
@@ -17,6 +19,8 @@ from prfaas.transport.wire import (
     encode_frame,
     encode_header,
 )
+
+CAPABILITY_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +53,20 @@ class OutgoingTransfer:
     Ends exactly once, by `close`; the first outcome wins.
     """
 
-    def __init__(self, *, transfer_id: str, page_view: PageView) -> None:
+    def __init__(
+        self, *, transfer_id: str, page_view: PageView, capability: str | None = None
+    ) -> None:
         self.transfer_id = transfer_id
+        self.capability = capability or secrets.token_hex(CAPABILITY_BYTES)
+        """Whoever shows this may open the stream; only the asker is told."""
         self.outcome: str | None = None
         """None while it runs; then "completed" or what ended it."""
         self.tokens_computed = 0
         self.num_pages_sent = 0
         self.num_page_bytes_sent = 0
         self._page_view = page_view
-        self._urgent: deque[bytes] = deque()
+        self._seal: FrameSeal = CHECKSUM
+        self._urgent: deque[tuple[FrameType, bytes]] = deque()
         self._pages: deque[PagePlace] = deque()
         self._is_finished = False
         self._is_ended = False
@@ -68,10 +77,14 @@ class OutgoingTransfer:
         self._detached = asyncio.Event()
         self._detached.set()
 
-    def try_attach(self) -> bool:
-        """Take note that the receiver opens the stream; False if it ended or has one already."""
+    def try_attach(self, seal: FrameSeal = CHECKSUM) -> bool:
+        """Take note that the receiver opens the stream; False if it ended or has one already.
+
+        Frames are sealed with `seal` as they are taken.
+        """
         if self.outcome is not None or self._attached.is_set():
             return False
+        self._seal = seal
         self._attached.set()
         self._detached.clear()
         return True
@@ -90,9 +103,9 @@ class OutgoingTransfer:
         self._pages.append(place)
         self._has_news.set()
 
-    def put_urgent(self, frame: bytes) -> None:
-        """Queue a whole frame before all pages that are not yet on the wire."""
-        self._urgent.append(frame)
+    def put_urgent(self, frame_type: FrameType, payload: bytes = b"") -> None:
+        """Queue a frame before all pages that are not yet on the wire."""
+        self._urgent.append((frame_type, payload))
         self._has_news.set()
 
     def finish(self, *, tokens_computed: int) -> None:
@@ -143,9 +156,9 @@ class OutgoingTransfer:
         if self._error is not None:
             self._is_ended = True
             message = self._error.encode()[: MAX_PAYLOAD_BYTES[FrameType.ERROR]]
-            return Piece(header=encode_frame(FrameType.ERROR, message))
+            return Piece(header=encode_frame(FrameType.ERROR, message, self._seal))
         if self._urgent:
-            return Piece(header=self._urgent.popleft())
+            return Piece(header=encode_frame(*self._urgent.popleft(), self._seal))
         if self._pages:
             return self._take_page(self._pages.popleft())
         if self._is_finished:
@@ -155,7 +168,7 @@ class OutgoingTransfer:
                 num_page_bytes=self.num_page_bytes_sent,
                 tokens_computed=self.tokens_computed,
             )
-            return Piece(header=encode_frame(FrameType.END, encode_totals(totals)))
+            return Piece(header=encode_frame(FrameType.END, encode_totals(totals), self._seal))
         return None
 
     def _take_page(self, place: PagePlace) -> Piece:
@@ -169,4 +182,6 @@ class OutgoingTransfer:
         )
         self.num_pages_sent += 1
         self.num_page_bytes_sent += len(payload)
-        return Piece(header=encode_header(header, payload), payload=payload, is_page=True)
+        return Piece(
+            header=encode_header(header, payload, self._seal), payload=payload, is_page=True
+        )

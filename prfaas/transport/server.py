@@ -1,5 +1,6 @@
 """The prefill side of the KV channel: HTTP routes for control, an upgraded raw socket for bulk.
 
+    POST   /kv/v1/hello, /kv/v1/session   prove that we both have the cluster key (see auth)
     POST   /kv/v1/handshake               who are you, and how busy
     POST   /kv/v1/transfers               compute this prompt and keep its KV for me
     GET    /kv/v1/transfers/{id}/stream   Upgrade: prfaas-kv, then frames
@@ -11,21 +12,26 @@ send it stands still. When it expires the stream is closed and the pages are let
 """
 
 import asyncio
-import ipaddress
-import socket
-from collections.abc import Callable
+import secrets
 from typing import Protocol
 
 from aiohttp import web
 
 from prfaas.errors import (
     BadRequest,
-    ConfigError,
     IncompatiblePeer,
     Overloaded,
     ProtocolError,
+    UntrustedPeer,
 )
-from prfaas.transport.client import UPGRADE, YIELD_BYTES
+from prfaas.transport.auth import Caller, PeerSide, is_same
+from prfaas.transport.client import (
+    AUTH_HEADER,
+    CAPABILITY_HEADER,
+    HELLO_PATH,
+    PROOF_HEADER,
+    SESSION_PATH,
+)
 from prfaas.transport.handshake import parse_identity
 from prfaas.transport.messages import (
     PeerStatus,
@@ -37,15 +43,14 @@ from prfaas.transport.messages import (
     parse_object,
     parse_transfer_request,
 )
-from prfaas.transport.outgoing import OutgoingTransfer, Piece
-from prfaas.transport.wire import FROM_RECEIVER, FrameDecoder, refuse_pages
+from prfaas.transport.outgoing import OutgoingTransfer
+from prfaas.transport.seals import CHECKSUM, FrameSeal, MacSeal
+from prfaas.transport.sending import serve_stream, take_port
+from prfaas.transport.stream import UPGRADE
 
 BODY_TIMEOUT_S = 30.0
-_SWITCHING = (
-    f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n\r\n"
-).encode("ascii")
-SLICE_BYTES = 256 << 10
-"""The receiver renews the lease at least once per this many bytes."""
+MAX_PROOF_BYTES = 64 << 10
+"""Of what somebody says who has not proven anything."""
 
 
 class TransferService(Protocol):
@@ -75,29 +80,17 @@ class TransferService(Protocol):
         ...
 
 
-def check_bind(host: str, *, allow_plaintext: bool) -> None:
-    """Raise ConfigError if the KV channel would leave loopback unencrypted without leave to."""
-    if allow_plaintext or _is_loopback(host):
-        return
-    raise ConfigError(
-        f"the KV channel is not encrypted and http.host = {host!r} is not loopback; "
-        "pass --allow-plaintext if every network between the nodes is trusted"
-    )
+def routes(
+    service: TransferService, *, lease_s: float, gate: PeerSide | None = None
+) -> list[web.RouteDef]:
+    """Return the routes of the KV channel, to be mounted on the node's HTTP port.
 
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def routes(service: TransferService, *, lease_s: float) -> list[web.RouteDef]:
-    """Return the routes of the KV channel, to be mounted on the node's HTTP port."""
-    handlers = _Handlers(service, lease_s)
+    With a gate nobody gets through who has not proven to it that they hold the cluster key.
+    """
+    handlers = _Handlers(service, lease_s, gate)
     return [
+        web.post(HELLO_PATH, handlers.hello),
+        web.post(SESSION_PATH, handlers.session),
         web.post("/kv/v1/handshake", handlers.handshake),
         web.post("/kv/v1/transfers", handlers.open),
         web.get("/kv/v1/transfers/{transfer_id}/stream", handlers.stream, allow_head=False),
@@ -106,35 +99,76 @@ def routes(service: TransferService, *, lease_s: float) -> list[web.RouteDef]:
 
 
 class _Handlers:
-    def __init__(self, service: TransferService, lease_s: float) -> None:
+    def __init__(self, service: TransferService, lease_s: float, gate: PeerSide | None) -> None:
         self._service = service
         self._lease_s = lease_s
+        self._gate = gate
+
+    # ------------------------------------------------------------ who it is
+
+    async def hello(self, request: web.Request) -> web.Response:
+        try:
+            body, gate = await _read_proof(request), self._required_gate()
+            return _json(200, gate.challenge(body, nonce=secrets.token_hex(32), now_s=_now_s()))
+        except (IncompatiblePeer, ProtocolError, UntrustedPeer, TimeoutError) as error:
+            return _refusal(error)
+
+    async def session(self, request: web.Request) -> web.Response:
+        try:
+            body, gate = await _read_proof(request), self._required_gate()
+            gate.admit(body, now_s=_now_s())
+        except (ProtocolError, UntrustedPeer, TimeoutError) as error:
+            return _refusal(error)
+        return _json(200, b"{}")
+
+    def _required_gate(self) -> PeerSide:
+        if self._gate is None:
+            raise UntrustedPeer(
+                "this node has no cluster key, so it cannot prove that it has yours"
+            )
+        return self._gate
+
+    def _caller(self, request: web.Request, body: bytes) -> Caller | None:
+        """Return who asks, None where anybody may; raises UntrustedPeer."""
+        if self._gate is None:
+            return None
+        signature = request.headers.get(AUTH_HEADER)
+        if signature is None:
+            raise UntrustedPeer("this node wants proof that you have its cluster key")
+        return self._gate.check(signature, request.method, request.path, body)
+
+    # ------------------------------------------------------------ what it wants
 
     async def handshake(self, request: web.Request) -> web.Response:
         try:
-            parse_identity(parse_object(await _read(request)).get("identity"))
-        except ProtocolError as error:
-            return _refuse(400, str(error))
-        except TimeoutError:
-            return _refuse(408, f"no whole body within {BODY_TIMEOUT_S} s")
-        return _json(200, encode_status(self._service.status()))
+            body = await _read(request)
+            caller = self._caller(request, body)
+            parse_identity(parse_object(body).get("identity"))
+        except (ProtocolError, UntrustedPeer, TimeoutError) as error:
+            return _refusal(error)
+        return _proven(200, encode_status(self._service.status()), caller)
 
     async def open(self, request: web.Request) -> web.Response:
         try:
-            asked = parse_transfer_request(await _read(request))
-            return _json(201, encode_accepted(await self._service.open(asked)))
-        except IncompatiblePeer as error:
-            return _refuse(409, str(error))
-        except ProtocolError as error:
-            return _refuse(400, str(error))
-        except BadRequest as error:
-            return _refuse(422, str(error))  # 400 is for messages that we do not understand
-        except Overloaded as error:
-            return _refuse(503, str(error), {"Retry-After": f"{error.retry_after_s:g}"})
-        except TimeoutError:
-            return _refuse(408, f"no whole body within {BODY_TIMEOUT_S} s")
+            body = await _read(request)
+            caller = self._caller(request, body)
+            asked = parse_transfer_request(body)
+            return _proven(201, encode_accepted(await self._service.open(asked)), caller)
+        except (
+            BadRequest,
+            IncompatiblePeer,
+            Overloaded,
+            ProtocolError,
+            TimeoutError,
+            UntrustedPeer,
+        ) as error:
+            return _refusal(error)
 
     async def cancel(self, request: web.Request) -> web.Response:
+        try:
+            self._caller(request, b"")
+        except UntrustedPeer as error:
+            return _refusal(error)
         if self._service.cancel(request.match_info["transfer_id"]):
             return web.Response(status=204)
         return _refuse(404, "no such transfer")
@@ -142,124 +176,100 @@ class _Handlers:
     async def stream(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get("Upgrade", "").lower() != UPGRADE:
             return _refuse(426, f"this resource needs Upgrade: {UPGRADE}", {"Upgrade": UPGRADE})
+        capability = request.headers.get(CAPABILITY_HEADER, "")
+        try:
+            caller = self._caller(request, capability.encode("utf-8", "surrogateescape"))
+        except UntrustedPeer as error:
+            return _refusal(error)
         transfer = self._service.transfer(request.match_info["transfer_id"])
         if transfer is None:
             return _refuse(404, "no such transfer")
-        if not transfer.try_attach():
+        if not is_same(transfer.capability, capability):
+            return _refuse(403, "the transfer was promised to somebody else")
+        ours, receivers = _seals(request, transfer, caller)
+        if not transfer.try_attach(ours):
             return _refuse(409, "the transfer has a stream already")
         try:
-            await self._serve(request, transfer)
+            await self._serve(request, transfer, receivers)
         finally:
             transfer.detach()
         return web.Response()  # goes nowhere: the connection is closed
 
-    async def _serve(self, request: web.Request, transfer: OutgoingTransfer) -> None:
+    async def _serve(
+        self, request: web.Request, transfer: OutgoingTransfer, receivers: FrameSeal
+    ) -> None:
         transport = request.transport
         if transport is None or transport.get_write_buffer_size():
             return  # gone, or pipelined behind an answer that is not sent yet
-        sock = _take_socket(transport)
+        port = take_port(transport)
         try:
             # Not force_close(): it closes the transport, which cancels this handler where the server
             # runs with handler_cancellation.
-            await serve_stream(sock, transfer, self._lease_s, self._service.count_sent)
+            await serve_stream(port, transfer, self._lease_s, self._service.count_sent, receivers)
         finally:
-            sock.close()
+            port.close()
             transport.abort()
 
 
-def _take_socket(transport: asyncio.Transport) -> socket.socket:
-    """Return the connection as a socket of our own.
-
-    The transport stops reading before the receiver hears that it may talk, or it would take the
-    receiver's first bytes. The 101 goes through our socket: a transport may hold it back (uvloop
-    does, to the end of the loop's turn), and a frame would overtake it.
-    """
-    transport.pause_reading()
-    sock: socket.socket = transport.get_extra_info("socket").dup()
-    sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock
-
-
-async def serve_stream(
-    sock: socket.socket,
-    transfer: OutgoingTransfer,
-    lease_s: float,
-    count_sent: Callable[[int], None],
-) -> None:
-    """Answer the upgrade and send frames until the transfer ends; leaves the socket open."""
-    async with asyncio.TaskGroup() as tasks:
-        jobs = [
-            tasks.create_task(_send(sock, transfer, lease_s, count_sent)),
-            tasks.create_task(_listen(sock, transfer)),
-            tasks.create_task(transfer.closed()),
-        ]
-        await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-        for job in jobs:
-            job.cancel()
+def _seals(
+    request: web.Request, transfer: OutgoingTransfer, caller: Caller | None
+) -> tuple[FrameSeal, FrameSeal]:
+    """Return the seals of what we and the receiver send: MACs where nothing else guards the bytes."""
+    if caller is None or request.secure:
+        return CHECKSUM, CHECKSUM
+    session, transfer_id = caller.session, transfer.transfer_id
+    return (
+        MacSeal(session.frame_key(transfer_id, "peer")),
+        MacSeal(session.frame_key(transfer_id, "asker")),
+    )
 
 
-async def _send(
-    sock: socket.socket,
-    transfer: OutgoingTransfer,
-    lease_s: float,
-    count_sent: Callable[[int], None],
-) -> None:
-    try:
-        await _send_piece(sock, Piece(header=_SWITCHING), lease_s)
-        num_unyielded_bytes = 0
-        while (piece := await transfer.next_piece()) is not None:
-            await _send_piece(sock, piece, lease_s)
-            if piece.is_page:
-                count_sent(len(piece.payload))
-            num_unyielded_bytes += len(piece.payload)
-            if num_unyielded_bytes > YIELD_BYTES:
-                num_unyielded_bytes = 0
-                await asyncio.sleep(0)
-        async with asyncio.timeout(lease_s):
-            await transfer.closed()
-    except TimeoutError:
-        transfer.close("expired")
-    except OSError:
-        transfer.close("broken")
-
-
-async def _send_piece(sock: socket.socket, piece: Piece, lease_s: float) -> None:
-    """Write one frame; TimeoutError if the receiver takes no part of it for `lease_s`."""
-    try:
-        num_sent = sock.sendmsg([piece.header, piece.payload])
-    except BlockingIOError:
-        num_sent = 0
-    # What the socket does not take at once, which is most of it on a slow link, waits with a timer.
-    for part in (memoryview(piece.header), memoryview(piece.payload)):
-        rest = part[num_sent:]
-        num_sent = max(0, num_sent - len(part))
-        for start in range(0, len(rest), SLICE_BYTES):
-            async with asyncio.timeout(lease_s):
-                await asyncio.get_running_loop().sock_sendall(
-                    sock, rest[start : start + SLICE_BYTES]
-                )
-
-
-async def _listen(sock: socket.socket, transfer: OutgoingTransfer) -> None:
-    """Wait for the receiver's ACK, or for its leaving."""
-    loop = asyncio.get_running_loop()
-    decoder = FrameDecoder(allowed=FROM_RECEIVER, resolve=refuse_pages)
-    try:
-        while num_bytes := await loop.sock_recv_into(sock, decoder.buffer()):
-            if decoder.received(num_bytes) is not None:
-                transfer.acknowledge()
-                return
-        transfer.close("cancelled")
-    except ProtocolError:
-        transfer.close("protocol_error")
-    except OSError:
-        transfer.close("broken")
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 async def _read(request: web.Request) -> bytes:
     async with asyncio.timeout(BODY_TIMEOUT_S):
         return await request.read()
+
+
+async def _read_proof(request: web.Request) -> bytes:
+    num_bytes = request.content_length
+    if num_bytes is None or num_bytes > MAX_PROOF_BYTES:
+        raise ProtocolError(f"a body of {num_bytes} bytes, limit {MAX_PROOF_BYTES}")
+    return await _read(request)
+
+
+def _refusal(
+    error: BadRequest
+    | IncompatiblePeer
+    | Overloaded
+    | ProtocolError
+    | TimeoutError
+    | UntrustedPeer,
+) -> web.Response:
+    match error:
+        case UntrustedPeer():
+            return _refuse(401, str(error), {"WWW-Authenticate": AUTH_HEADER})
+        case IncompatiblePeer():
+            return _refuse(409, str(error))
+        case ProtocolError():
+            return _refuse(400, str(error))
+        case BadRequest():
+            return _refuse(422, str(error))  # 400 is for messages that we do not understand
+        case Overloaded():
+            return _refuse(503, str(error), {"Retry-After": f"{error.retry_after_s:g}"})
+        case TimeoutError():
+            return _refuse(408, f"no whole body within {BODY_TIMEOUT_S} s")
+
+
+def _proven(status: int, body: bytes, caller: Caller | None) -> web.Response:
+    """Return a success, signed for whoever has proven themselves."""
+    if caller is None:
+        return _json(status, body)
+    return _json(
+        status, body, {PROOF_HEADER: caller.session.sign_reply(caller.counter, status, body)}
+    )
 
 
 def _json(status: int, body: bytes, headers: dict[str, str] | None = None) -> web.Response:

@@ -1,19 +1,20 @@
 """The frames of the KV channel: any bytes give frames or ProtocolError, in bounded memory.
 
-A frame is a 32-byte little-endian header and `length` bytes of payload:
+A frame is a little-endian header, a tag and `length` bytes of payload:
 
     type u8 | codec u8 | group u16 | index u16 | zero u16 | block u32 | num_tokens u32 |
-    length u32 | header_check u32 | checksum u64
+    length u32 | header_check u32 | tag
 
 `header_check` is the low half of xxh3-64 over the 20 bytes before it, so that a damaged header is
-found before a single byte of its payload lands anywhere. `checksum` is xxh3-64 over the same 20
-bytes and the payload. Both detect accidents only; they authenticate nobody.
+found before a single byte of its payload lands anywhere. The tag is what the stream's seal makes of
+the same 20 bytes and the payload: a checksum of 8 bytes, or a MAC of 16 (see seals).
 
 No I/O happens here: a driver asks where the next bytes go (`buffer`), puts them there, says how many
 came (`received`) and gets at most one frame. The payload of a PAGE goes straight into the pool page
 that `resolve` names.
 """
 
+import hmac
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,12 +23,15 @@ from enum import IntEnum
 import xxhash
 
 from prfaas.errors import ProtocolError
+from prfaas.transport.seals import CHECKSUM, CHECKSUM_BYTES, FrameSeal
 
-HEADER_BYTES = 32
+UNTAGGED_BYTES = 24
+HEADER_BYTES = UNTAGGED_BYTES + CHECKSUM_BYTES
+"""Of a header and its tag where that is a checksum."""
 SCRATCH_BYTES = 64 << 10
 
 _FIELDS = struct.Struct("<BBHHHIII")
-_CHECKS = struct.Struct("<IQ")
+_HEADER_CHECK = struct.Struct("<I")
 _PROGRESS = struct.Struct("<QQ")
 
 
@@ -100,8 +104,10 @@ def refuse_pages(header: FrameHeader) -> memoryview | None:
     raise ProtocolError(f"page of group {header.group} block {header.block} was not asked for")
 
 
-def encode_header(header: FrameHeader, payload: bytes | memoryview = b"") -> bytes:
-    """Return the 32 bytes that go before `payload`; `header.length` is taken from the payload."""
+def encode_header(
+    header: FrameHeader, payload: bytes | memoryview = b"", seal: FrameSeal = CHECKSUM
+) -> bytes:
+    """Return what goes before `payload`; `header.length` is taken from the payload."""
     fields = _FIELDS.pack(
         header.type,
         header.codec,
@@ -112,20 +118,23 @@ def encode_header(header: FrameHeader, payload: bytes | memoryview = b"") -> byt
         header.num_tokens,
         len(payload),
     )
-    digest = xxhash.xxh3_64(fields)
-    header_check = digest.intdigest() & 0xFFFFFFFF
+    digest = seal.begin(fields)
     digest.update(payload)
-    return fields + _CHECKS.pack(header_check, digest.intdigest())
+    return fields + _HEADER_CHECK.pack(_header_check(fields)) + digest.finish()
 
 
-def encode_frame(frame_type: FrameType, payload: bytes = b"") -> bytes:
+def _header_check(fields: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(fields) & 0xFFFFFFFF
+
+
+def encode_frame(frame_type: FrameType, payload: bytes = b"", seal: FrameSeal = CHECKSUM) -> bytes:
     """Return a whole frame of any type but PAGE."""
-    return encode_header(FrameHeader(type=frame_type), payload) + payload
+    return encode_header(FrameHeader(type=frame_type), payload, seal) + payload
 
 
 def encode_progress(tokens_done: int, tokens_ahead: int) -> bytes:
-    """Return a PROGRESS frame: prompt tokens computed, and tokens queued before this prompt."""
-    return encode_frame(FrameType.PROGRESS, _PROGRESS.pack(tokens_done, tokens_ahead))
+    """Return the payload of PROGRESS: prompt tokens computed, and tokens queued before this prompt."""
+    return _PROGRESS.pack(tokens_done, tokens_ahead)
 
 
 def decode_progress(payload: bytes) -> tuple[int, int]:
@@ -142,10 +151,13 @@ class FrameDecoder:
     After a ProtocolError the decoder is closed: the position of the next frame is unknown.
     """
 
-    def __init__(self, *, allowed: frozenset[FrameType], resolve: Resolve) -> None:
+    def __init__(
+        self, *, allowed: frozenset[FrameType], resolve: Resolve, seal: FrameSeal = CHECKSUM
+    ) -> None:
         self._allowed = allowed
         self._resolve = resolve
-        self._head = bytearray(HEADER_BYTES)
+        self._seal = seal
+        self._head = bytearray(UNTAGGED_BYTES + seal.tag_bytes)
         self._scratch = bytearray()
         self._error: ProtocolError | None = None
         self._header: FrameHeader | None = None
@@ -190,7 +202,7 @@ class FrameDecoder:
         header = self._header
         if header is None:
             self._filled += num_bytes
-            if self._filled < HEADER_BYTES:
+            if self._filled < len(self._head):
                 return None
             header = self._parse_header()
             self._begin_payload(header)
@@ -204,10 +216,11 @@ class FrameDecoder:
 
     def _parse_header(self) -> FrameHeader:
         fields = bytes(self._head[: _FIELDS.size])
-        header_check, self._checksum = _CHECKS.unpack_from(self._head, _FIELDS.size)
-        self._digest = xxhash.xxh3_64(fields)
-        if header_check != self._digest.intdigest() & 0xFFFFFFFF:
+        (header_check,) = _HEADER_CHECK.unpack_from(self._head, _FIELDS.size)
+        if header_check != _header_check(fields):
             raise ProtocolError("header checksum mismatch")
+        self._digest = self._seal.begin(fields)
+        self._tag = bytes(self._head[UNTAGGED_BYTES:])
         kind, codec, group, index, zero, block, num_tokens, length = _FIELDS.unpack(fields)
         try:
             header = FrameHeader(
@@ -260,8 +273,8 @@ class FrameDecoder:
         target = self._target
         if target is not None:
             self._digest.update(target)
-        if self._digest.intdigest() != self._checksum:
-            raise ProtocolError(f"{header.type.name} frame checksum mismatch")
+        if not hmac.compare_digest(self._digest.finish(), self._tag):
+            raise ProtocolError(f"{header.type.name} frame checksum or MAC mismatch")
         is_page = header.type is FrameType.PAGE
         payload = b"" if is_page or target is None else bytes(target)
         self._await_header()

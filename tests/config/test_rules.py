@@ -71,3 +71,23 @@ def test_serving_kvcache_beyond_loopback_needs_consent_to_plaintext():
 
 def test_a_pd_node_may_serve_its_api_anywhere():
     assert load(role="pd", host="0.0.0.0").http.host == "0.0.0.0"
+
+
+def test_tls_takes_the_place_of_consent():
+    tls = {"tls_cert": "cert.pem", "tls_key": "key.pem"}
+    assert load(role="prefill", host="0.0.0.0", **tls).transport.tls_cert == "cert.pem"
+    assert load(peer="10.0.0.9:8100", tls_ca="ca.pem").transport.tls_ca == "ca.pem"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tls_cert": "c"}, "--tls-cert has no effect without --tls-key"),
+        ({"tls_key": "k", "tls_ca": "a"}, "--tls-key has no effect without --tls-cert"),
+        ({"tls_cert": "c", "tls_key": "k"}, "--tls-cert has no effect without --tls-ca"),
+        ({"tls_ca": "a", "role": "prefill"}, "--tls-ca has no effect without --tls-cert"),
+    ],
+)
+def test_half_of_a_tls_setup_is_refused(flags, message):
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        load(**flags)

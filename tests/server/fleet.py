@@ -16,8 +16,10 @@ from prfaas.clock import Clock, monotonic_s
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.server.pd import PdNode
 from prfaas.server.prefill import PrefillNode
+from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.handshake import Identity
 from prfaas.transport.options import TransportOptions
+from prfaas.transport.security import ChannelSecurity
 from prfaas.types import Request, RequestRecord, RouteName, SamplingParams, TokenEvent
 from tests.server.relay import Relay
 from tests.server.scripted_engine import BLOCK_TOKENS, HYBRID, VOCAB_SIZE, ScriptedEngine
@@ -208,6 +210,8 @@ async def fleet(
     prefill_pages: int = 4000,
     wait_for_peer: bool = True,
     pd_clock: Clock = monotonic_s,
+    prefill_key: ClusterKey | None = None,
+    pd_key: ClusterKey | None = None,
     **options: Any,
 ) -> AsyncIterator[Fleet]:
     transport = replace(OPTIONS, **options)
@@ -226,6 +230,7 @@ async def fleet(
             max_context_tokens=CONTEXT_TOKENS,
             metrics=prefill_metrics,
             clock=monotonic_s,
+            cluster_key=prefill_key,
         )
 
     host, relay = PrefillHost(make_prefill), Relay()
@@ -244,6 +249,7 @@ async def fleet(
             clock=pd_clock,
             tokenizer=cast("Tokenizer", None),
             chat_template=cast("ChatTemplate", None),
+            security=ChannelSecurity(cluster_key=pd_key),
         )
         await pd.start(tasks)
         nodes = Fleet(

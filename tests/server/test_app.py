@@ -2,6 +2,7 @@ import asyncio
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from prfaas.server.listening import bind_socket
 from prfaas.server.node import NodeFactory
 from tests.server.fake_node import FakeNode, byte_ids
 from tests.server.http_face import CHAT, CONFIG, chat_text, parse_events, strict_json
+from tests.transport.certificates import Certificates
 
 ROOT = Path(__file__).parents[2]
 
@@ -360,6 +362,30 @@ async def test_the_prefill_role_leaves_loopback_in_plain_text_only_when_allowed(
     config = replace(config_on(free_port(), host="0.0.0.0"), role="prefill")
     with pytest.raises(ConfigError, match="allow-plaintext"):
         await serve(lambda *_: PrefillNode(), config)
+
+
+async def test_a_prefill_node_with_a_certificate_speaks_nothing_but_tls(tmp_path, no_leaks):
+    made = Certificates(tmp_path)
+    cert, key = made.issue("node")
+    config = replace(
+        config_on(free_port()),
+        role="prefill",
+        transport=replace(CONFIG.transport, tls_cert=cert, tls_key=key),
+    )
+    trusted = ssl.create_default_context(cafile=made.authority)
+
+    async def act(client: Client) -> None:
+        client.url = client.url.replace("http:", "https:")
+        await client.until_ready()
+        async with aiohttp.ClientSession() as plain:
+            with pytest.raises(aiohttp.ClientError):
+                await plain.get(f"http://127.0.0.1:{config.http.port}/health")
+        terminate()
+
+    connector = aiohttp.TCPConnector(ssl=trusted)
+    async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
+        tasks.create_task(serve(lambda *_: PrefillNode(), config))
+        await act(Client(session, config.http.port or 0))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from prfaas.engine.submission import EngineLoad
 from prfaas.errors import BadRequest, IncompatiblePeer, Overloaded
 from prfaas.server.prefill import MAX_CANCELLED
 from prfaas.server.prefill_job import places_to_send, tokens_ahead
-from prfaas.transport.client import PeerAddress, PeerClient
+from prfaas.transport.address import PeerAddress
+from prfaas.transport.client import PeerClient
 from prfaas.transport.messages import TransferRequest
 from prfaas.transport.wire import FrameHeader, FrameType, decode_progress
 from tests.server.fleet import (
@@ -75,8 +76,10 @@ class Received:
         self.pages[place] = bytearray(header.length)
         return memoryview(self.pages[place])
 
-    async def take(self, client: PeerClient, transfer_id: str, *, is_acked: bool = True) -> None:
-        async with client.stream(transfer_id, self.resolve) as stream:
+    async def take(
+        self, client: PeerClient, transfer_id: str, capability: str, *, is_acked: bool = True
+    ) -> None:
+        async with client.stream(transfer_id, capability, self.resolve) as stream:
             while (frame := await stream.next_frame(5)) is not None:
                 self.frames.append((frame.header.type, frame.payload))
                 if frame.header.type is FrameType.END and is_acked:
@@ -91,15 +94,15 @@ async def test_exactly_the_missing_pages_are_sent_once_each_with_the_right_bytes
     async with fleet(layout=layout) as nodes, client_of(nodes) as client:
         # Warm the node's own cache with half of the prompt: its hit must be sent too.
         warm = asked(50, number=1)
-        await client.open(warm)
-        await Received().take(client, warm.transfer_id)
+        warmed = await client.open(warm)
+        await Received().take(client, warm.transfer_id, warmed.capability)
         one = asked(100, number=2, have_tokens=have_tokens)
         tokens = prompt(100, 1)
         one = replace(one, request=replace(one.request, prompt_tokens=tokens))
         accepted = await client.open(one)
         assert accepted.hit_tokens == 50 // BLOCK_TOKENS * BLOCK_TOKENS
         received = Received()
-        await received.take(client, one.transfer_id)
+        await received.take(client, one.transfer_id, accepted.capability)
         places = places_to_send(layout, 100, have_tokens)
         assert set(received.pages) == {(p.group, p.index, p.block) for p in places}
         for (group, index, block), data in received.pages.items():
@@ -148,11 +151,11 @@ async def test_what_it_cannot_do_is_refused_before_any_work(changes, error, word
 
 async def test_a_second_transfer_of_one_id_is_refused_and_the_first_goes_on():
     async with fleet() as nodes, client_of(nodes) as client:
-        await client.open(asked())
+        accepted = await client.open(asked())
         with pytest.raises(BadRequest, match="exists"):
             await nodes.prefill.node.open(asked())
         received = Received()
-        await received.take(client, asked().transfer_id)
+        await received.take(client, asked().transfer_id, accepted.capability)
         assert received.frames[-1][0] is FrameType.END
 
 
@@ -179,9 +182,11 @@ async def test_a_transfer_that_nobody_fetches_loses_its_lease_and_its_pages():
 
 async def test_pages_stay_until_the_receiver_says_that_they_are_verified():
     async with fleet(layout=DENSE, lease_s=5.0) as nodes, client_of(nodes) as client:
-        await client.open(asked())
+        accepted = await client.open(asked())
         received, node = Received(), nodes.prefill.node
-        async with client.stream(asked().transfer_id, received.resolve) as stream:
+        async with client.stream(
+            asked().transfer_id, accepted.capability, received.resolve
+        ) as stream:
             while (frame := await stream.next_frame(5)) is not None:
                 if frame.header.type is FrameType.END:
                     await until(lambda: nodes.prefill_engine.load().num_running == 0)
@@ -234,9 +239,11 @@ async def test_progress_is_told_only_while_the_engine_really_advances(monkeypatc
     async with fleet() as nodes, client_of(nodes) as client:
         engine = nodes.prefill_engine
         engine.gate.clear()
-        await client.open(asked(200))
+        accepted = await client.open(asked(200))
         told: list[tuple[int, int]] = []
-        async with client.stream(asked().transfer_id, Received().resolve) as stream:
+        async with client.stream(
+            asked().transfer_id, accepted.capability, Received().resolve
+        ) as stream:
             with pytest.raises(Exception, match="deadline"):
                 await stream.next_frame(0.3)
             engine.prefill_step_s = 0.05
@@ -269,13 +276,13 @@ def test_what_is_ahead_is_the_work_of_others_until_ones_own_has_begun(waiting, d
 
 async def test_a_draining_node_takes_nothing_new_and_finishes_what_it_has():
     async with fleet() as nodes, client_of(nodes) as client:
-        await client.open(asked())
+        accepted = await client.open(asked())
         nodes.prefill.node.drain()
         assert nodes.prefill.node.status().is_ready is False
         with pytest.raises(Overloaded, match="draining"):
             await client.open(asked(number=2))
         received = Received()
-        await received.take(client, asked().transfer_id)
+        await received.take(client, asked().transfer_id, accepted.capability)
         assert received.frames[-1][0] is FrameType.END
 
 

@@ -4,7 +4,10 @@ from dataclasses import replace
 
 from prfaas.transport.handshake import Identity
 from prfaas.transport.messages import TransferRequest
+from prfaas.transport.wire import FrameType, encode_frame, encode_progress
 from prfaas.types import Request, SamplingParams
+
+CAPABILITY = "c0ffee42" * 4
 
 IDENTITY = Identity(
     model_fingerprint="model",
@@ -31,3 +34,7 @@ ASKED = TransferRequest(
 
 def asked(**changes: object) -> TransferRequest:
     return replace(ASKED, **changes)  # type: ignore[arg-type]
+
+
+def progress_frame(tokens_done: int, tokens_ahead: int) -> bytes:
+    return encode_frame(FrameType.PROGRESS, encode_progress(tokens_done, tokens_ahead))

@@ -8,11 +8,9 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from prfaas.errors import (
     BadRequest,
-    ConfigError,
     IncompatiblePeer,
     Overloaded,
     PromptRefused,
@@ -20,88 +18,15 @@ from prfaas.errors import (
     TransferError,
     TransferTimeout,
 )
-from prfaas.transport.client import FrameStream, PeerAddress, PeerClient, parse_address
-from prfaas.transport.messages import PeerStatus, TransferAccepted, TransferRequest
-from prfaas.transport.options import TransportOptions
-from prfaas.transport.outgoing import OutgoingTransfer, PagePlace
-from prfaas.transport.server import SLICE_BYTES, check_bind, routes
-from prfaas.transport.wire import FrameHeader, FrameType, encode_frame, encode_progress
-from tests.transport.samples import ASKED, IDENTITY, asked
+from prfaas.transport.address import PeerAddress, parse_address
+from prfaas.transport.client import PeerClient
+from prfaas.transport.ports import SocketPort
+from prfaas.transport.stream import FrameStream
+from prfaas.transport.wire import FrameType, encode_frame, encode_progress
+from tests.transport.channels import OPTIONS, PAGE_BYTES, Pages, channel, place
+from tests.transport.samples import ASKED, CAPABILITY, IDENTITY, asked, progress_frame
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-OPTIONS = TransportOptions(connect_timeout_s=2.0, stall_timeout_s=2.0)
-PAGE_BYTES = 3 * SLICE_BYTES + 11
-
-
-class Service:
-    """A TransferService whose pages are made of their block numbers."""
-
-    def __init__(self) -> None:
-        self.transfers: dict[str, OutgoingTransfer] = {}
-        self.refusal: Exception | None = None
-        self.num_bytes_sent = 0
-        self.asked: TransferRequest | None = None
-
-    def status(self) -> PeerStatus:
-        return PeerStatus(
-            identity=IDENTITY,
-            is_ready=True,
-            reason="",
-            num_waiting_tokens=5,
-            prefill_tokens_per_s=1.5,
-        )
-
-    async def open(self, asked: TransferRequest) -> TransferAccepted:
-        if self.refusal is not None:
-            raise self.refusal
-        self.asked = asked
-        self.transfers[asked.transfer_id] = OutgoingTransfer(
-            transfer_id=asked.transfer_id,
-            page_view=lambda place: memoryview(bytes([place.block]) * PAGE_BYTES),
-        )
-        return TransferAccepted(hit_tokens=16)
-
-    def transfer(self, transfer_id: str) -> OutgoingTransfer | None:
-        return self.transfers.get(transfer_id)
-
-    def cancel(self, transfer_id: str) -> bool:
-        transfer = self.transfers.pop(transfer_id, None)
-        if transfer is None:
-            return False
-        transfer.close("cancelled")
-        return True
-
-    def count_sent(self, num_bytes: int) -> None:
-        self.num_bytes_sent += num_bytes
-
-
-@contextlib.asynccontextmanager
-async def channel(lease_s: float = 5.0) -> AsyncIterator[tuple[Service, PeerClient]]:
-    service = Service()
-    app = web.Application()
-    app.add_routes(routes(service, lease_s=lease_s))
-    runner = web.AppRunner(app, shutdown_timeout=0.2)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    client = PeerClient(PeerAddress("127.0.0.1", runner.addresses[0][1]), OPTIONS)
-    try:
-        async with asyncio.timeout(30):
-            yield service, client
-    finally:
-        await client.close()
-        await runner.cleanup()
-
-
-class Pages:
-    def __init__(self) -> None:
-        self.pages: dict[int, bytearray] = {}
-
-    def resolve(self, header: FrameHeader) -> memoryview:
-        return memoryview(self.pages.setdefault(header.block, bytearray(PAGE_BYTES)))
-
-
-def place(block: int) -> PagePlace:
-    return PagePlace(group=0, index=0, block=block, num_tokens=16)
 
 
 async def test_a_handshake_brings_the_peers_identity_and_load():
@@ -123,7 +48,7 @@ async def test_pages_and_frames_arrive_whole_and_the_ack_completes_the_transfer(
             transfer.put_page(place(block))
         transfer.finish(tokens_computed=3)
         kinds = []
-        async with client.stream(ASKED.transfer_id, held.resolve) as stream:
+        async with client.stream(ASKED.transfer_id, CAPABILITY, held.resolve) as stream:
             while (frame := await stream.next_frame(5)) is not None:
                 kinds.append(frame.header.type)
                 if frame.header.type is FrameType.END:
@@ -140,8 +65,8 @@ async def test_leaving_the_stream_cancels_the_transfer():
     async with channel() as (service, client):
         await client.open(ASKED)
         transfer = service.transfers[ASKED.transfer_id]
-        async with client.stream(ASKED.transfer_id, Pages().resolve) as stream:
-            transfer.put_urgent(encode_progress(1, 2))
+        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as stream:
+            transfer.put_urgent(FrameType.PROGRESS, encode_progress(1, 2))
             await stream.next_frame(5)
         await transfer.detached()
         assert transfer.outcome == "cancelled"
@@ -160,18 +85,18 @@ async def test_a_second_stream_is_refused_and_does_not_hurt_the_first():
     async with channel() as (service, client):
         await client.open(ASKED)
         transfer = service.transfers[ASKED.transfer_id]
-        async with client.stream(ASKED.transfer_id, Pages().resolve) as first:
+        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as first:
             with pytest.raises(TransferError, match="409"):
-                async with client.stream(ASKED.transfer_id, Pages().resolve):
+                async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve):
                     raise AssertionError("two streams")
-            transfer.put_urgent(encode_progress(1, 2))
+            transfer.put_urgent(FrameType.PROGRESS, encode_progress(1, 2))
             assert await first.next_frame(5) is not None
 
 
 async def test_a_stream_of_an_unknown_transfer_is_refused():
     async with channel() as (_, client):
         with pytest.raises(TransferError, match="404"):
-            async with client.stream("f" * 32, Pages().resolve):
+            async with client.stream("f" * 32, CAPABILITY, Pages().resolve):
                 raise AssertionError("a stream of nothing")
 
 
@@ -196,9 +121,22 @@ async def test_a_refusal_reaches_the_asker_with_its_words(refusal, expected):
 async def test_a_silent_sender_is_a_timeout():
     async with channel() as (_, client):
         await client.open(ASKED)
-        async with client.stream(ASKED.transfer_id, Pages().resolve) as stream:
+        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as stream:
             with pytest.raises(TransferTimeout):
                 await stream.next_frame(0.05)
+
+
+@pytest.mark.parametrize("capability", ["0" * 32, "", "é", CAPABILITY[:-1]])
+async def test_a_stream_needs_the_capability_of_its_transfer(capability):
+    async with channel() as (service, client):
+        await client.open(ASKED)
+        url = f"http://{client.address}/kv/v1/transfers/{ASKED.transfer_id}/stream"
+        headers = {"Upgrade": "prfaas-kv", "Prfaas-Capability": capability}
+        async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as answer:
+            assert answer.status == 403
+        assert service.transfers[ASKED.transfer_id].outcome is None
+        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve):
+            pass
 
 
 async def test_an_error_frame_is_told_and_the_transfer_has_failed():
@@ -206,7 +144,7 @@ async def test_an_error_frame_is_told_and_the_transfer_has_failed():
         await client.open(ASKED)
         transfer = service.transfers[ASKED.transfer_id]
         transfer.fail("no more pages")
-        async with client.stream(ASKED.transfer_id, Pages().resolve) as stream:
+        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as stream:
             frame = await stream.next_frame(5)
         assert frame is not None
         assert frame.payload == b"no more pages"
@@ -220,7 +158,7 @@ async def test_a_receiver_that_does_not_read_loses_its_lease():
         transfer = service.transfers[ASKED.transfer_id]
         for block in range(60):
             transfer.put_page(place(block))
-        async with client.stream(ASKED.transfer_id, Pages().resolve):
+        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve):
             await transfer.detached()
         assert transfer.outcome == "expired"
 
@@ -230,7 +168,7 @@ async def test_a_receiver_that_does_not_acknowledge_loses_its_lease():
         await client.open(ASKED)
         transfer = service.transfers[ASKED.transfer_id]
         transfer.finish(tokens_computed=0)
-        async with client.stream(ASKED.transfer_id, Pages().resolve) as stream:
+        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as stream:
             assert await stream.next_frame(5) is not None
             assert await stream.next_frame(5) is None
         assert transfer.outcome == "expired"
@@ -240,7 +178,7 @@ async def test_a_lease_stands_still_while_the_sender_has_nothing_to_send():
     async with channel(lease_s=0.1) as (service, client):
         await client.open(ASKED)
         transfer = service.transfers[ASKED.transfer_id]
-        async with client.stream(ASKED.transfer_id, Pages().resolve) as stream:
+        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as stream:
             with pytest.raises(TransferTimeout):
                 await stream.next_frame(0.4)
             assert transfer.outcome is None
@@ -251,8 +189,8 @@ async def test_a_receiver_that_sends_anything_but_an_ack_is_dropped(data):
     async with channel() as (service, client):
         await client.open(ASKED)
         transfer = service.transfers[ASKED.transfer_id]
-        async with client.stream(ASKED.transfer_id, Pages().resolve) as stream:
-            await asyncio.get_running_loop().sock_sendall(stream._sock, data)
+        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as stream:
+            await stream._port.send(data, b"", 1)
             await transfer.detached()
         assert transfer.outcome == "protocol_error"
 
@@ -326,15 +264,15 @@ async def test_a_peer_that_talks_nonsense_is_a_transfer_error(answer):
 async def test_a_peer_that_does_not_upgrade_is_a_transfer_error(answer):
     async with fake_peer(answer) as client:
         with pytest.raises(TransferError):
-            async with client.stream("f" * 32, Pages().resolve):
+            async with client.stream("f" * 32, CAPABILITY, Pages().resolve):
                 raise AssertionError("not upgraded")
 
 
 async def test_frames_that_come_with_the_upgrade_are_not_lost():
     upgraded = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: prfaas-kv\r\n\r\n"
     async with (
-        fake_peer(upgraded + encode_progress(4, 2) + encode_frame(FrameType.ERROR, b"x")) as client,
-        client.stream("f" * 32, Pages().resolve) as stream,
+        fake_peer(upgraded + progress_frame(4, 2) + encode_frame(FrameType.ERROR, b"x")) as client,
+        client.stream("f" * 32, CAPABILITY, Pages().resolve) as stream,
     ):
         frames = [await stream.next_frame(5), await stream.next_frame(5)]
         assert [f.header.type for f in frames if f] == [FrameType.PROGRESS, FrameType.ERROR]
@@ -342,13 +280,13 @@ async def test_frames_that_come_with_the_upgrade_are_not_lost():
 
 
 async def test_a_stream_that_never_runs_dry_lets_others_have_the_loop(monkeypatch):
-    monkeypatch.setattr("prfaas.transport.client.YIELD_BYTES", 500)
+    monkeypatch.setattr("prfaas.transport.stream.YIELD_BYTES", 500)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
-        frames = encode_progress(1, 2) * 100
+        frames = progress_frame(1, 2) * 100
         theirs.sendall(frames)
-        stream = FrameStream(ours, b"", Pages().resolve, PeerAddress("here", 1))
+        stream = FrameStream(SocketPort(ours), b"", Pages().resolve, PeerAddress("here", 1))
         num_turns = 0
 
         async def others() -> None:
@@ -370,10 +308,10 @@ async def test_a_deadline_holds_for_the_whole_frame_and_not_for_each_byte():
     with ours, theirs:
         ours.setblocking(False)
         theirs.setblocking(False)
-        stream = FrameStream(ours, b"", Pages().resolve, PeerAddress("here", 1))
+        stream = FrameStream(SocketPort(ours), b"", Pages().resolve, PeerAddress("here", 1))
 
         async def trickle() -> None:
-            for byte in encode_progress(1, 2):
+            for byte in progress_frame(1, 2):
                 theirs.send(bytes([byte]))
                 await asyncio.sleep(0.02)
 
@@ -392,22 +330,10 @@ async def test_a_peer_that_is_not_there_is_a_transfer_error():
         with pytest.raises(TransferError, match=str(address)):
             await client.open(ASKED)
         with pytest.raises(TransferError, match=str(address)):
-            async with client.stream("f" * 32, Pages().resolve):
+            async with client.stream("f" * 32, CAPABILITY, Pages().resolve):
                 raise AssertionError("connected to nothing")
     finally:
         await client.close()
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_loopback_needs_no_leave(host):
-    check_bind(host, allow_plaintext=False)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "node7.example.com", ""])
-def test_plaintext_leaves_loopback_only_with_leave(host):
-    with pytest.raises(ConfigError, match="--allow-plaintext"):
-        check_bind(host, allow_plaintext=False)
-    check_bind(host, allow_plaintext=True)
 
 
 @pytest.mark.parametrize("text", ["", "host", ":80", "host:", "host:0", "host:65536", "host:x1"])

@@ -190,7 +190,7 @@ def test_a_damaged_first_token_is_refused(token):
 def test_small_messages_round_trip():
     totals = TransferTotals(num_pages=3, num_page_bytes=99, tokens_computed=7)
     assert parse_totals(encode_totals(totals)) == totals
-    accepted = TransferAccepted(hit_tokens=64)
+    accepted = TransferAccepted(hit_tokens=64, capability="ab12")
     assert parse_accepted(encode_accepted(accepted)) == accepted
     status = PeerStatus(
         identity=IDENTITY,

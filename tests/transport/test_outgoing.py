@@ -12,7 +12,6 @@ from prfaas.transport.wire import (
     Frame,
     FrameDecoder,
     FrameType,
-    encode_frame,
     encode_progress,
 )
 
@@ -56,7 +55,7 @@ async def test_urgent_frames_overtake_pages_and_the_end_comes_last():
     assert first is not None
     assert first.is_page
     transfer.finish(tokens_computed=7)
-    transfer.put_urgent(encode_progress(3, 0))
+    transfer.put_urgent(FrameType.PROGRESS, encode_progress(3, 0))
     frames = await take_all(transfer)
     assert [f.header.type for f in frames] == [FrameType.PROGRESS, FrameType.PAGE, FrameType.END]
     totals = parse_totals(frames[-1].payload)
@@ -80,7 +79,7 @@ async def test_a_piece_is_waited_for():
         waiting = tasks.create_task(transfer.next_piece())
         await asyncio.sleep(0)
         assert not waiting.done()
-        transfer.put_urgent(encode_frame(FrameType.ERROR, b"x"))
+        transfer.put_urgent(FrameType.ERROR, b"x")
     assert decode(waiting.result() or Piece(header=b"")).payload == b"x"
 
 

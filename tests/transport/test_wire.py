@@ -23,9 +23,9 @@ from prfaas.transport.wire import (
     decode_progress,
     encode_frame,
     encode_header,
-    encode_progress,
     refuse_pages,
 )
+from tests.transport.samples import progress_frame
 
 PAGE_BYTES = 64
 
@@ -215,7 +215,7 @@ def test_a_stream_cut_inside_a_frame_is_told_from_one_that_ended(length):
 @given(done=st.integers(0, 2**64 - 1), ahead=st.integers(0, 2**64 - 1))
 def test_progress_round_trips(done, ahead):
     decoder = FrameDecoder(allowed=FROM_SENDER, resolve=refuse_pages)
-    (frame,) = feed(decoder, encode_progress(done, ahead), cycle([7]))
+    (frame,) = feed(decoder, progress_frame(done, ahead), cycle([7]))
     assert decode_progress(frame.payload) == (done, ahead)
 
 

@@ -1,0 +1,246 @@
+"""The channel with a cluster key, with TLS, with both; and those who are let in with neither."""
+
+import asyncio
+import json
+import ssl
+
+import aiohttp
+import pytest
+import uvloop
+
+from prfaas.errors import ProtocolError, TransferError, UntrustedPeer
+from prfaas.transport.auth import PeerSide
+from prfaas.transport.client import PeerClient
+from prfaas.transport.cluster_key import ClusterKey
+from prfaas.transport.options import TransportOptions
+from prfaas.transport.seals import CHECKSUM
+from prfaas.transport.security import ChannelSecurity, asker_security, peer_security
+from prfaas.transport.wire import FrameType
+from tests.transport.certificates import Certificates
+from tests.transport.channels import PAGE_BYTES, Pages, Service, channel, place
+from tests.transport.samples import ASKED, CAPABILITY, IDENTITY, asked
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+KEY = ClusterKey(b"k" * 16)
+NUM_PAGES = 8
+
+
+def gate(key: ClusterKey = KEY) -> PeerSide:
+    return PeerSide(key, identity=IDENTITY, epoch="e" * 64)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _uvloop_is_loaded():
+    """Its first loop opens files that it keeps for the next."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.sleep(0))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return Certificates(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory):
+    return Certificates(tmp_path_factory.mktemp("strangers"), "strangers")
+
+
+def peer_tls(
+    files: Certificates, subject: str = "IP:127.0.0.1", authority: str | None = None
+) -> ssl.SSLContext | None:
+    cert, key = files.issue("peer", subject)
+    return peer_security(TransportOptions(tls_cert=cert, tls_key=key, tls_ca=authority)).tls
+
+
+def asker_tls(files: Certificates, signer: Certificates | None = None) -> ssl.SSLContext | None:
+    cert, key = (None, None) if signer is None else signer.issue("asker")
+    return asker_security(TransportOptions(tls_ca=files.authority, tls_cert=cert, tls_key=key)).tls
+
+
+async def transfer_all(service: Service, client: PeerClient) -> None:
+    """Run a whole transfer whose pages, frames and ACK must arrive."""
+    assert await client.handshake(IDENTITY) == service.status()
+    accepted = await client.open(ASKED)
+    transfer, held = service.transfers[ASKED.transfer_id], Pages()
+    for block in range(NUM_PAGES):
+        transfer.put_page(place(block))
+    transfer.put_urgent(FrameType.ERROR, b"urgent")
+    transfer.finish(tokens_computed=3)
+    kinds = []
+    async with client.stream(ASKED.transfer_id, accepted.capability, held.resolve) as stream:
+        while (frame := await stream.next_frame(5)) is not None:
+            kinds.append(frame.header.type)
+            if frame.header.type is FrameType.END:
+                await stream.acknowledge(1)
+    await transfer.detached()
+    assert transfer.outcome == "completed"
+    assert kinds == [FrameType.ERROR, *[FrameType.PAGE] * NUM_PAGES, FrameType.END]
+    assert held.pages == {b: bytearray([b]) * PAGE_BYTES for b in range(NUM_PAGES)}
+
+
+@pytest.mark.parametrize("with_key", [False, True])
+@pytest.mark.parametrize("tls", ["none", "one-sided", "mutual"])
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_transfer_arrives_whole(files, with_key, tls, loop):
+    async def run() -> None:
+        key = KEY if with_key else None
+        peers = (
+            None
+            if tls == "none"
+            else peer_tls(files, authority=files.authority if tls == "mutual" else None)
+        )
+        ours = None if tls == "none" else asker_tls(files, files if tls == "mutual" else None)
+        asker = ChannelSecurity(cluster_key=key, tls=ours)
+        async with channel(gate=gate() if with_key else None, tls=peers, asker=asker) as pair:
+            await transfer_all(*pair)
+
+    factory = uvloop.new_event_loop if loop == "uvloop" else None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("peers_key", [None, ClusterKey(b"other" * 4)])
+async def test_a_peer_that_has_not_our_key_is_not_trusted(peers_key):
+    theirs = None if peers_key is None else gate(peers_key)
+    async with channel(gate=theirs, asker=ChannelSecurity(cluster_key=KEY)) as (service, client):
+        with pytest.raises(UntrustedPeer):
+            await client.handshake(IDENTITY)
+        with pytest.raises(UntrustedPeer):
+            await client.open(ASKED)
+        assert service.asked is None
+
+
+async def test_an_asker_without_the_key_gets_nothing():
+    async with channel(gate=gate()) as (service, client):
+        for _ in range(2):
+            with pytest.raises(UntrustedPeer, match="cluster key"):
+                await client.handshake(IDENTITY)
+        with pytest.raises(UntrustedPeer):
+            await client.open(ASKED)
+        with pytest.raises(TransferError, match="401"):
+            async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve):
+                raise AssertionError("a stream for a stranger")
+        assert service.asked is None
+
+
+async def test_a_stranger_cannot_cancel():
+    async with channel(gate=gate(), asker=ChannelSecurity(cluster_key=KEY)) as (service, client):
+        await client.open(ASKED)
+        url = f"http://{client.address}/kv/v1/transfers/{ASKED.transfer_id}"
+        async with aiohttp.ClientSession() as session, session.delete(url) as answer:
+            assert answer.status == 401
+        assert service.transfers[ASKED.transfer_id].outcome is None
+        await client.cancel(ASKED.transfer_id)
+        assert ASKED.transfer_id not in service.transfers
+
+
+async def test_a_request_that_is_sent_again_is_refused():
+    async with channel(gate=gate(), asker=ChannelSecurity(cluster_key=KEY)) as (_, client):
+        await client.handshake(IDENTITY)
+        body = json.dumps({"identity": IDENTITY.to_json()}).encode()
+        _, headers = client._trust.sign("POST", "/kv/v1/handshake", body)
+        url = f"http://{client.address}/kv/v1/handshake"
+        statuses = []
+        async with aiohttp.ClientSession() as session:
+            for _ in range(2):
+                async with session.post(url, data=body, headers=headers) as answer:
+                    statuses.append(answer.status)
+        assert statuses == [200, 401]
+
+
+async def test_a_session_serves_many_requests_and_a_new_one_follows_a_restart():
+    async with channel(gate=gate(), asker=ChannelSecurity(cluster_key=KEY)) as (service, client):
+        await client.handshake(IDENTITY)
+        first = client._trust.session
+        await client.open(ASKED)
+        assert client._trust.session is first
+        client._trust.session = None  # as if the peer had come back and forgotten us
+        await client.open(asked(transfer_id="f" * 32))
+        assert set(service.transfers) == {ASKED.transfer_id, "f" * 32}
+
+
+async def test_a_session_that_the_peer_forgot_is_replaced_once():
+    theirs = gate()
+    async with channel(gate=theirs, asker=ChannelSecurity(cluster_key=KEY)) as (_, client):
+        await client.handshake(IDENTITY)
+        theirs._sessions.clear()
+        assert (await client.open(ASKED)).hit_tokens == 16
+        assert len(theirs._sessions) == 1
+
+
+async def test_a_reply_that_the_peer_did_not_sign_does_not_count(monkeypatch):
+    async with channel(gate=gate(), asker=ChannelSecurity(cluster_key=KEY)) as (_, client):
+        await client.handshake(IDENTITY)
+        monkeypatch.setattr("prfaas.transport.server.PROOF_HEADER", "Nothing")
+        with pytest.raises(UntrustedPeer, match="not signed"):
+            await client.open(ASKED)
+
+
+async def test_frames_without_a_mac_are_refused_where_there_must_be_one(monkeypatch):
+    monkeypatch.setattr("prfaas.transport.server._seals", lambda *_: (CHECKSUM, CHECKSUM))
+    async with channel(gate=gate(), asker=ChannelSecurity(cluster_key=KEY)) as (service, client):
+        await client.open(ASKED)
+        service.transfers[ASKED.transfer_id].put_page(place(1))
+        service.transfers[ASKED.transfer_id].put_page(place(2))
+        with pytest.raises(ProtocolError):
+            async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as stream:
+                await stream.next_frame(5)
+
+
+async def test_a_certificate_of_a_stranger_is_refused(files, strangers):
+    asker = ChannelSecurity(tls=asker_tls(files))
+    async with channel(tls=peer_tls(strangers), asker=asker) as (service, client):
+        with pytest.raises(TransferError, match="certificate"):
+            await client.handshake(IDENTITY)
+        with pytest.raises(TransferError, match="certificate"):
+            async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve):
+                raise AssertionError("connected to a stranger")
+        assert service.asked is None
+
+
+async def test_a_certificate_for_another_host_is_refused(files):
+    tls = peer_tls(files, subject="DNS:elsewhere.example.com")
+    async with channel(tls=tls, asker=ChannelSecurity(tls=asker_tls(files))) as (_, client):
+        with pytest.raises(TransferError, match="certificate"):
+            await client.handshake(IDENTITY)
+
+
+@pytest.mark.parametrize("signed_by", ["nobody", "strangers"])
+async def test_mutual_tls_lets_in_only_askers_of_its_authority(files, strangers, signed_by):
+    tls = peer_tls(files, authority=files.authority)
+    ours = asker_tls(files, strangers if signed_by == "strangers" else None)
+    async with channel(tls=tls, asker=ChannelSecurity(tls=ours)) as (service, client):
+        with pytest.raises(TransferError):
+            await client.open(ASKED)
+        assert service.asked is None
+
+
+async def test_plain_text_is_refused_by_a_port_that_speaks_tls(files):
+    async with channel(tls=peer_tls(files)) as (service, client):
+        with pytest.raises(TransferError):
+            await client.open(ASKED)
+        assert service.asked is None
+
+
+async def test_a_receiver_over_tls_that_does_not_read_loses_its_lease(files):
+    asker = ChannelSecurity(tls=asker_tls(files))
+    async with channel(0.2, tls=peer_tls(files), asker=asker) as (service, client):
+        await client.open(ASKED)
+        transfer = service.transfers[ASKED.transfer_id]
+        for block in range(60):
+            transfer.put_page(place(block))
+        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve):
+            await transfer.detached()
+        assert transfer.outcome == "expired"
+
+
+async def test_leaving_a_stream_over_tls_cancels_the_transfer(files):
+    asker = ChannelSecurity(tls=asker_tls(files))
+    async with channel(tls=peer_tls(files), asker=asker) as (service, client):
+        await client.open(ASKED)
+        transfer = service.transfers[ASKED.transfer_id]
+        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve):
+            pass
+        await transfer.detached()
+        assert transfer.outcome in {"cancelled", "broken"}
