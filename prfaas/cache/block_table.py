@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from prfaas.cache.policy import worth_of
 from prfaas.cache.pool import Entry, PagePool
-from prfaas.cache.spec import CacheLayout, FullSpec, held_blocks, needed_blocks
+from prfaas.cache.spec import CacheLayout, FullSpec, StateSpec, held_blocks, needed_blocks
 from prfaas.cache.tiers import DiskTier
 
 
@@ -24,6 +24,7 @@ class BlockTable:
         keys: Sequence[bytes],
         hit_tokens: int,
         junction_tokens: int,
+        replay_tokens: int,
         held: list[dict[int, Entry]],
         tier: DiskTier | None = None,
         tenant: bytes = b"",
@@ -34,6 +35,8 @@ class BlockTable:
         self._pool = pool
         self._live = live
         self._keys = list(keys)
+        self._landmarks = {at // layout.block_tokens - 1 for at in (junction_tokens, replay_tokens)}
+        """Blocks at whose end others will go on."""
         self._hit_tokens = hit_tokens
         self._junction_tokens = junction_tokens
         self._num_tokens = hit_tokens
@@ -153,7 +156,8 @@ class BlockTable:
     def slide(self, num_tokens: int) -> None:
         """Let go, for all holders, of what no position from `num_tokens` on needs.
 
-        Those are blocks of windows and older states. Committed ones stay cached but are the first to be evicted, unless a lookup has hit them.
+        Those are blocks of windows and older states; but for the states where the prompt ends and
+        where it parted from another, which the next prompts start from. Committed ones stay cached but are the first to be evicted, unless a lookup has hit them.
         """
         with self._pool.lock:
             for group, spec in enumerate(self._layout.groups):
@@ -162,7 +166,10 @@ class BlockTable:
                     held = self._held[group]
                     for block in sorted(b for b in held if b < first):
                         entry = held.pop(block)
-                        self._pool.let_go(entry, is_cold=not entry.was_hit)
+                        is_cold = not entry.was_hit and not (
+                            isinstance(spec, StateSpec) and block in self._landmarks
+                        )
+                        self._pool.let_go(entry, is_cold=is_cold)
 
     def drop_private(self, group: int) -> None:
         """Let go of the group's blocks that were never committed; nobody may be reading them."""

@@ -16,6 +16,7 @@ Rank = tuple[bool, float, int]
 """(is warm, worth on top of the clock, order of use): the least leaves first."""
 
 MIB = 1 << 20
+FIRST_SIGHT_SHARE = 0.25
 
 
 def worth_of(layout: CacheLayout, group: int, position_tokens: int, reused_tokens: int) -> float:
@@ -41,6 +42,26 @@ def worth_of(layout: CacheLayout, group: int, position_tokens: int, reused_token
         num_blocks = len(held_blocks(spec, position_tokens, layout.block_tokens))
         num_bytes = spec.page_bytes * spec.pages_per_block * num_blocks
     return max(layout.block_tokens, position_tokens - reused_tokens) * MIB / num_bytes
+
+
+def dense_worth(layout: CacheLayout) -> float:
+    """Return the worth of full attention's blocks; 0 where there are none.
+
+    In RAM nothing ranks below it: a snapshot of a short prompt saves less for its own bytes, but
+    without it the blocks under it are of no use, either.
+    """
+    full = (g for g, spec in enumerate(layout.groups) if isinstance(spec, FullSpec))
+    return max((worth_of(layout, group, layout.block_tokens, 0) for group in full), default=0.0)
+
+
+def is_worth_disk(worth: float, dense: float, *, is_second_sight: bool) -> bool:
+    """Return whether a block is written to disk.
+
+    At first sight only what saves a good part of the work per byte that full attention's blocks
+    do, whose worth is `dense`; anything that was wanted again. Snapshots of short prompts are
+    many, large, and mostly never asked for.
+    """
+    return is_second_sight or worth >= dense * FIRST_SIGHT_SHARE
 
 
 class EvictionOrder(Generic[Item]):

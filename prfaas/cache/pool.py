@@ -8,7 +8,7 @@ its pages are needed, any other is freed. So free + referenced + cached = all pa
 import mmap
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, KeysView, Sequence
 from dataclasses import dataclass
 
 from prfaas.cache.lookups import LookupCounts
@@ -37,6 +37,10 @@ class Entry:
     """A lookup found it: a place where prompts part ways."""
     worth: float = 0.0
     """Tokens that it saves per MiB; see `policy.worth_of`."""
+    was_gone: bool = False
+    """It had been evicted lately when it was published."""
+    is_kept: bool = False
+    """A lower tier has it, or will."""
     rank: Rank | None = None
     """Its place among the idle, from its last use by a block table."""
 
@@ -71,14 +75,16 @@ class PagePool:
         ram_bytes: int,
         page_bytes: int,
         *,
+        least_worth: float = 0.0,
         supporting: Collection[int] = (),
         supported: Collection[int] = (),
     ) -> None:
         """Make a pool of free pages.
 
         A block of a `supported` group is of no use without that of the same key in a `supporting`
-        one.
+        one. None is evicted as if it were worth less than `least_worth`.
         """
+        self._least_worth = least_worth
         self._supporting, self._supported = frozenset(supporting), tuple(supported)
         self.page_bytes = page_bytes
         self.num_pages = ram_bytes // page_bytes
@@ -120,9 +126,10 @@ class PagePool:
 
     # ------------------------------------------------------------ under the lock
 
-    def is_published(self, key: PageKey) -> bool:
-        """Return whether an entry has this key. Needs the lock."""
-        return key in self._index
+    @property
+    def published(self) -> KeysView[PageKey]:
+        """The keys of published entries, as they are at each look. Needs the lock."""
+        return self._index.keys()
 
     def was_evicted(self, key: PageKey) -> bool:
         """Return whether it was published and is among the latest evicted. Needs the lock."""
@@ -178,7 +185,7 @@ class PagePool:
         if entry.is_transfer:
             entry.is_transfer = False
             self._num_transfer -= len(entry.pages)
-        entry.key, entry.worth = key, worth
+        entry.key, entry.worth, entry.was_gone = key, worth, key in self._gone
         self._index[key] = entry
         self._gone.pop(key, None)
         return entry
@@ -188,7 +195,7 @@ class PagePool:
 
         A cold entry is evicted before any warm one. Needs the lock.
         """
-        entry.rank = self._idle.rank(entry.worth, is_cold=is_cold)
+        entry.rank = self._rank(entry, is_cold=is_cold)
         self.end_reading(entry)
 
     def end_reading(self, entry: Entry) -> None:
@@ -201,7 +208,7 @@ class PagePool:
             self._free_pages(entry)
             return
         if entry.rank is None:
-            entry.rank = self._idle.rank(entry.worth)
+            entry.rank = self._rank(entry)
         self._idle.add(entry, entry.rank)
         self._num_cached += len(entry.pages)
 
@@ -209,8 +216,11 @@ class PagePool:
         """Let an idle entry leave before any warm one: nobody can use it. Needs the lock."""
         entry = self._index.get(key)
         if entry is not None and entry in self._idle:
-            entry.rank = self._idle.rank(entry.worth, is_cold=True)
+            entry.rank = self._rank(entry, is_cold=True)
             self._idle.add(entry, entry.rank)
+
+    def _rank(self, entry: Entry, *, is_cold: bool = False) -> Rank:
+        return self._idle.rank(max(entry.worth, self._least_worth), is_cold=is_cold)
 
     def _evict_one(self) -> None:
         entry = self._idle.pop()

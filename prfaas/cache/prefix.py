@@ -10,6 +10,7 @@ from prfaas.cache.block_table import BlockTable
 from prfaas.cache.groups import IsPresent, longest_hit, shared_blocks
 from prfaas.cache.hashing import block_keys
 from prfaas.cache.lookups import LookupCounts, Openings, miss_reason
+from prfaas.cache.policy import dense_worth
 from prfaas.cache.pool import Entry, PageKey, PagePool, PoolCounts
 from prfaas.cache.spec import CacheLayout, FullSpec, held_blocks
 from prfaas.cache.tenants import tenant_of
@@ -36,6 +37,7 @@ class PrefixCache:
         self.pool = PagePool(
             ram_bytes,
             layout.page_bytes,
+            least_worth=dense_worth(layout),
             supporting=supporting,
             supported=[g for g in range(len(layout.groups)) if g not in supporting],
         )
@@ -160,6 +162,8 @@ class PrefixCache:
         for entries in held:
             for entry in entries.values():
                 entry.was_hit = True
+                if self.tier is not None and not entry.is_kept:
+                    self.tier.write_behind(entry, tenant_of(salt))
         hit_tokens = num_blocks * self.layout.block_tokens
         junction_tokens = self._junction(num_blocks, limit, is_present) * self.layout.block_tokens
         table = BlockTable(
@@ -169,6 +173,7 @@ class PrefixCache:
             keys=keys,
             hit_tokens=hit_tokens,
             junction_tokens=junction_tokens if junction_tokens > hit_tokens else 0,
+            replay_tokens=limit * self.layout.block_tokens,
             held=held,
             tier=self.tier,
             tenant=tenant_of(salt),
@@ -205,8 +210,8 @@ class PrefixCache:
         )
 
     def _presence(self, keys: Sequence[bytes]) -> IsPresent:
-        is_published = self.pool.is_published
-        return lambda group, block: is_published((group, keys[block]))
+        published = self.pool.published  # asked for every block of a prompt: no call in between
+        return lambda group, block: (group, keys[block]) in published
 
     def _junction(self, hit: int, limit: int, is_present: IsPresent) -> int:
         """Return the leading blocks that other prompts share, where that takes a state to use."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from prfaas.cache.policy import worth_of
+from prfaas.cache.policy import dense_worth, is_worth_disk, worth_of
 from prfaas.cache.spec import CacheLayout, bytes_of_page
 
 if TYPE_CHECKING:
@@ -67,20 +67,28 @@ class DiskTier:
         self.promotions: set[Promotion] = set()
         self._layout = layout
         self._pool = pool
+        self._dense_worth = dense_worth(layout)
 
     def write_behind(self, entry: Entry, tenant: bytes) -> None:
-        """Hold a published entry until it is stored, unless it is or will not be. Needs the lock."""
+        """Hold a published entry until it is stored, if it is worth that. Needs the lock."""
         assert entry.key is not None
         key = entry.key
+        is_second_sight = entry.was_hit or entry.was_gone
+        if entry.is_kept or not is_worth_disk(
+            entry.worth, self._dense_worth, is_second_sight=is_second_sight
+        ):
+            return
 
-        def done(_is_stored: bool) -> None:
+        def done(is_stored: bool) -> None:
             with self._pool.lock:
+                entry.is_kept = is_stored
                 self.writing.remove(entry)
                 self._pool.end_reading(entry)
 
         if self.store.known(key):
-            return
-        if self.store.put(key, self.parts(key[0], entry), tenant=tenant, done=done):
+            entry.is_kept = True
+        elif self.store.put(key, self.parts(key[0], entry), tenant=tenant, done=done):
+            entry.is_kept = True
             entry.num_refs += 1
             self.writing.add(entry)
 
@@ -109,6 +117,7 @@ class DiskTier:
         for (key, block), entry in zip(absent, entries, strict=True):
             position_tokens = (block + 1) * self._layout.block_tokens
             entry.worth = worth_of(self._layout, key[0], position_tokens, ram_tokens)
+            entry.is_kept = True
         promotion = Promotion(
             tier=self,
             pool=self._pool,

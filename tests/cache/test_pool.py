@@ -31,7 +31,7 @@ def test_taking_more_than_there_is_changes_nothing():
         pool.publish(entry, (0, b"key"))
         pool.let_go(entry)
         assert pool.try_take([3, 2], is_transfer=True) is None
-        assert pool.is_published((0, b"key"))
+        assert (0, b"key") in pool.published
         assert (pool.num_free, pool.num_cached, pool.num_transfer) == (2, 2, 0)
         assert pool.num_evictions == 0
         pool.check()
@@ -51,7 +51,7 @@ def test_cold_entries_go_first_then_the_least_recently_let_go():
         gone = []
         for _ in range(4):
             assert pool.try_take([1], is_transfer=False) is not None
-            gone += [n for n in b"abcd" if not pool.is_published((0, bytes([n]))) and n not in gone]
+            gone += [n for n in b"abcd" if (0, bytes([n])) not in pool.published and n not in gone]
         assert bytes(gone) == b"bdca"
         assert pool.num_evictions == 4
         pool.check()

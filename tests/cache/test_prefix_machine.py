@@ -76,6 +76,7 @@ class Model:
     reserved: set[Place] = field(default_factory=set)
     parked: list[tuple[tuple[int, ...], bytes, int]] = field(default_factory=list)
     num_holders: int = 1
+    landmarks: set[int] = field(default_factory=set)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -122,7 +123,8 @@ class CacheMachine(RuleBasedStateMachine):
         elif key[0] == 1:  # the blocks of the last three tokens
             num_bytes *= min(2, block + 1)
         self.refs[key] = 1
-        self.worths[key] = tokens * 2**20 / num_bytes
+        least = BLOCK_TOKENS * 2**20 / PAGE_BYTES
+        self.worths[key] = max(least, tokens * 2**20 / num_bytes)
 
     def idle(self) -> list[Key]:
         return [key for key, refs in self.refs.items() if not refs]
@@ -177,9 +179,11 @@ class CacheMachine(RuleBasedStateMachine):
         keys = self.cache.block_keys(tokens, salt)
         limit = min(len(keys), max(0, len(tokens) - 1) // BLOCK_TOKENS)
         expected = max(n for n in range(limit + 1) if self.serves(keys, n))
-        model = Model(table=self.cache.lookup(keys, len(tokens)), tokens=tokens, keys=keys)
-        assert model.table.hit_tokens == model.table.num_tokens == expected * BLOCK_TOKENS
         shared = max(n for n in range(limit + 1) if all((0, k) in self.refs for k in keys[:n]))
+        landmarks = {limit - 1, shared - 1 if shared > expected else -1}
+        model = Model(table=self.cache.lookup(keys, len(tokens)), tokens=tokens, keys=keys)
+        model.landmarks = landmarks
+        assert model.table.hit_tokens == model.table.num_tokens == expected * BLOCK_TOKENS
         junction = shared * BLOCK_TOKENS if shared > expected else 0
         assert model.table.junction_tokens == junction
         for group, spec in enumerate(LAYOUT.groups):
@@ -269,7 +273,8 @@ class CacheMachine(RuleBasedStateMachine):
         if place in model.committed:
             model.committed.discard(place)
             key = (group, model.keys[block])
-            self.let_go(key, is_cold=is_slide and key not in self.hits)
+            is_landmark = group == 2 and block in model.landmarks
+            self.let_go(key, is_cold=is_slide and key not in self.hits and not is_landmark)
         else:
             self.num_private_pages -= SIZES[group]
             model.reserved.discard(place)

@@ -48,7 +48,7 @@ def test_the_end_of_a_prompt_leaves_before_its_beginning_although_it_is_written_
         with cache.pool.lock:
             (entry,) = cache.pool.try_take([num_pages], is_transfer=False) or (None,)
             assert entry is not None
-            lefts.add(tuple(cache.pool.is_published((0, key)) for key in keys))
+            lefts.add(tuple((0, key) in cache.pool.published for key in keys))
             cache.pool.let_go(entry)
     assert lefts == {(True,) * n + (False,) * (6 - n) for n in range(7)}
 
