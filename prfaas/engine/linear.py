@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from prfaas.engine.mixer_spec import KvDtype
+from prfaas.errors import ConfigError
 
 ExactPacking = Literal["fbgemm-fp16", "onednn-f32", "padded-f32"]
 Packing = ExactPacking | Literal["torch-bf16", "torch-f32"]
@@ -25,6 +26,7 @@ TORCH_DTYPES = {"torch-bf16": torch.bfloat16, "torch-f32": torch.float32}
 FBGEMM_PADDED_REMAINDER = (0, 3, 3, 3, 4, 5)
 """fbgemm cuts rows into bands of 6. Its kernels for 3 to 6 rows round alike, those for 1 and 2 do not."""
 SHARD_OUTPUTS = 8192
+MAX_FLOAT16 = torch.finfo(torch.float16).max
 REORDER_BATCH_HINT = 64  # with a hint of 1, oneDNN packs for one row and M=1 rounds differently
 
 Linear = Callable[[Tensor], Tensor]
@@ -51,6 +53,9 @@ def pack(
     """Return the linear layer of `weight_NK` and a bias, which the caller may free afterwards.
 
     A matrix is packed by one thread; a `pool` shares the shards of a large one.
+
+    Raises:
+        ConfigError: a weight does not fit the packing's dtype.
     """
     if packing == "torch-bf16" or packing == "torch-f32":  # narrows the type
         return _pack_torch(weight_NK, bias_N, TORCH_DTYPES[packing])
@@ -82,16 +87,21 @@ def _pack_torch(weight_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) ->
 def _pack_fbgemm(weight_NK: Tensor, map_shards: Callable[..., Iterable[Any]]) -> Linear:
     # Packing walks down the columns of the weight; beyond a few thousand rows every step misses the
     # cache (2.5 times slower). The product itself is no slower in shards, so a head is split.
-    packed = list(
-        map_shards(
-            lambda shard_NK: torch.ops.quantized.linear_prepack_fp16(shard_NK.float(), None),
-            torch.split(weight_NK, SHARD_OUTPUTS),
-        )
-    )
+    packed = list(map_shards(_pack_shard, torch.split(weight_NK, SHARD_OUTPUTS)))
     apply = torch.ops.quantized.linear_dynamic_fp16
     if len(packed) == 1:
         return lambda x_MK: apply(x_MK, packed[0])
     return lambda x_MK: torch.cat([apply(x_MK, shard) for shard in packed], dim=1)
+
+
+def _pack_shard(shard_NK: Tensor) -> Any:
+    low, high = (float(value) for value in torch.aminmax(shard_NK))
+    if not -MAX_FLOAT16 <= low <= high <= MAX_FLOAT16:  # fbgemm would clip it, and not say so
+        raise ConfigError(
+            f"weights from {low:g} to {high:g} do not fit float16, whose largest value is "
+            f"{MAX_FLOAT16:g}; use --dtype float32"
+        )
+    return torch.ops.quantized.linear_prepack_fp16(shard_NK.float(), None)
 
 
 def _pack_onednn(weight_NK: Tensor) -> Linear:

@@ -302,6 +302,8 @@ def steps_equal_tiles(spec: AttentionSpec) -> bool:
 
 def _require_alike(name: str, whole: Tensor, pieces: Tensor, model: Model) -> None:
     """Raise InexactKernelsError unless the bits are equal, or the bound of the packing is kept."""
+    if not whole.isfinite().all():
+        raise InexactKernelsError(f"{name}: results that are not finite; are the weights?")
     if model.is_exact:
         _require_equal(name, whole, pieces)
         return

@@ -60,6 +60,9 @@ def stored_tensors(data: mmap.mmap, path: Path) -> list[StoredTensor]:
             raise ConfigError(
                 f"{path} is damaged: tensors {before.name!r} and {after.name!r} share bytes"
             )
+    end = max((tensor.end for tensor in tensors), default=start + length)
+    if end < len(data):
+        raise ConfigError(f"{path} is damaged: {len(data) - end} bytes follow its last tensor")
     return tensors
 
 

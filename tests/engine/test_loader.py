@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from prfaas.engine.loader import load_model, weights_fingerprint
 from prfaas.engine.model import Model, Segment
+from prfaas.engine.options import WeightDtype
 from prfaas.engine.safetensors_file import SafetensorsFile
 from prfaas.errors import ConfigError
 from tests.tiny_models import tiny_config, write_tiny_model
@@ -117,6 +118,31 @@ def test_layers_that_predict_further_ahead_are_left_alone(tmp_path: Path) -> Non
         load_model(directory)
     change_config(directory, num_nextn_predict_layers=1)
     assert torch.equal(first_logits(load_model(directory)), before)
+
+
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, "qwen3")
+    change_tensors(
+        directory, lambda t: t.update({"lm_head.weight": 2 * t["model.embed_tokens.weight"]})
+    )
+    with pytest.raises(ConfigError, match=r"lm_head\.weight.*is not the embedding"):
+        load_model(directory)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "named"),
+    [
+        (np.nan, "float16", "from nan to nan do not fit float16"),
+        (7e4, "float16", "to 70000 do not fit float16.*--dtype float32"),
+        (np.nan, "float32", "layer 0.*not finite"),
+    ],
+)
+def test_weights_that_are_no_numbers_are_found_at_start(
+    llama: Path, value: float, dtype: WeightDtype, named: str
+) -> None:
+    change_tensors(llama, lambda t: t["model.layers.0.mlp.up_proj.weight"][:1].fill(value))
+    with pytest.raises(ConfigError, match=named):
+        load_model(llama, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -49,6 +49,11 @@ def test_a_tensor_that_does_not_fit_is_named(
         read(tmp_path / "x", json.dumps({"a": A | change, "b": B}))
 
 
+def test_bytes_behind_the_last_tensor_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="3 bytes follow its last tensor"):
+        read(tmp_path / "x", json.dumps({"a": A, "b": B}), num_bytes=35)
+
+
 def test_a_name_that_stands_twice_is_refused(tmp_path: Path) -> None:
     header = f'{{"a": {json.dumps(A)}, "a": {json.dumps(B)}}}'
     with pytest.raises(ConfigError, match="twice"):

@@ -237,7 +237,7 @@ def _mimo_layer(fields: Fields, rotation: RopeSpec, kind: str) -> GqaSpec:
         rotation,
         num_kv_heads=num_kv_heads,
         value_head_dim=fields.integer("v_head_dim"),
-        value_scale=fields.number("attention_value_scale", default=1.0),
+        value_scale=fields.number("attention_value_scale", default=0.707),
         window_tokens=window,
         has_sinks=fields.flag(
             "add_swa_attention_sink_bias" if is_window else "add_full_attention_sink_bias",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from prfaas.engine.model_spec import ModelSpec
@@ -24,6 +25,7 @@ TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 """What multimodal checkpoints write for `model.`."""
 RELEASE_BYTES = 512 << 20
 """Pages are given back whenever so much more was taken: what is packed is not held twice."""
+HEAD = "lm_head.weight"
 FURTHER_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -86,11 +88,16 @@ class Weights:
             self.release()
         return tensor
 
-    def check_all_taken(self, model: ModelSpec) -> None:
-        """Raise ConfigError naming tensors that no parameter took."""
+    def check_all_taken(self, model: ModelSpec, embedding: Tensor) -> None:
+        """Raise ConfigError naming tensors that no parameter took, or a tied head of its own."""
+        is_stored_twice = model.has_tied_embeddings and self.has(HEAD)
+        if is_stored_twice and not torch.equal(self.tensor(HEAD).to(embedding), embedding):
+            raise ConfigError(
+                f"tensor {HEAD!r} is not the embedding, which tie_word_embeddings says it is"
+            )
         left = {name for name in self._left if not _is_of_further_layer(name, model)}
         if model.has_tied_embeddings:
-            left.discard("lm_head.weight")  # some savers write the tied head once more
+            left.discard(HEAD)  # some savers write the tied head once more
         if left:
             names = ", ".join(sorted(left)[:5])
             raise ConfigError(
