@@ -93,7 +93,7 @@ def test_a_machine_without_an_exact_packing_is_refused(
 ) -> None:
     broken = set(candidate_packings("float32"))
     monkeypatch.setattr("prfaas.engine.loading.parts.pack", packing_that_breaks(broken))
-    with pytest.raises(ConfigError, match=r"no weight packing is exact.*layer 0"):
+    with pytest.raises(ConfigError, match=r"no weight packing passes.*layer 0"):
         load_model(model_dir, dtype="float32")
 
 
