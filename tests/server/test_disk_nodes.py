@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from prfaas.cache.spec import StateSpec
 from prfaas.cache.store import Store
 from prfaas.server.pd import PdNode, load_pd_node
 from prfaas.types import Request, RequestRecord, SamplingParams
@@ -105,3 +106,56 @@ async def test_cold_ram_and_disk_hits_give_the_same_bits_around_a_boundary(
         lookups = node._cache.counts().lookups
         assert lookups.num_disk_tokens == sum((n - 1) // BLOCK * BLOCK for n in lengths)
         assert lookups.num_ram_tokens == 0
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "gemma3"])
+async def test_a_chat_of_ten_turns_that_restarts_in_the_middle_answers_as_without_a_cache(
+    family, model_of, tmp_path
+):
+    model = model_of(family)
+    turns = [prompt(70 * (turn + 1)) for turn in range(10)]
+    async with node_on(model, None) as node:
+        cold = [(await ask(node, turn, bytes([n])))[:2] for n, turn in enumerate(turns)]
+    for part in (range(5), range(5, 10)):
+        async with node_on(model, tmp_path / "cache") as node:
+            for number in part:
+                drawn, logits, record = await ask(node, turns[number])
+                assert (drawn, logits) == cold[number]
+                expected = (len(turns[number - 1]) - 1) // BLOCK * BLOCK if number else 0
+                assert record.tokens_reused >= expected
+
+
+async def test_sessions_under_a_tiny_ram_tier_never_see_each_others_secret(model_of, tmp_path):
+    """All share a beginning; each has a secret of its own and a salt of its own."""
+    model = model_of("lfm2")
+    sessions = [prompt(70) + prompt(65, seed=100 + n) for n in range(20)]
+    async with node_on(model, None) as node:
+        cold = [(await ask(node, tokens, bytes([n])))[:2] for n, tokens in enumerate(sessions)]
+    async with node_on(model, tmp_path / "cache", ram_bytes=1 << 20) as node:
+        for is_again in (False, True):
+            for number, tokens in enumerate(sessions):
+                drawn, logits, record = await ask(node, tokens, bytes([number]) * 32)
+                assert (drawn, logits) == cold[number]
+                assert record.tokens_reused == is_again * 128
+                flush(node)
+
+
+async def test_a_state_that_is_gone_from_the_disk_makes_the_hit_end_at_the_one_before(
+    model_of, tmp_path
+):
+    model, tokens = model_of("kimi_linear"), prompt(200)
+    async with node_on(model, tmp_path / "cache") as node:
+        await ask(node, tokens[:130])
+        expected = (await ask(node, tokens))[:2]
+    async with node_on(model, tmp_path / "cache") as node:
+        cache = node._cache
+        keys = cache.block_keys(tokens, b"")
+        assert cache.tier is not None
+        store = cache.tier.store
+        assert isinstance(store, Store)
+        states = [g for g, spec in enumerate(cache.layout.groups) if isinstance(spec, StateSpec)]
+        for group in states:
+            store._records._where.pop((group, keys[2]))
+        drawn, logits, record = await ask(node, tokens)
+        assert (drawn, logits) == expected
+        assert record.tokens_reused == 128
