@@ -244,6 +244,11 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     _setting("transport.allow_plaintext", "The KV channel may leave loopback unencrypted."),
     _setting(
+        "transport.kv_codec",
+        "How the peer may encode pages, all lossless. auto: zstd where the link is slower than it.",
+        roles=_PD,
+    ),
+    _setting(
         "transport.cluster_key_file",
         "A file of mode 600 whose secret both sides of the KV channel must prove to have.",
     ),

@@ -54,7 +54,12 @@ class PrefillJob:
     """
 
     def __init__(self, *, asked: TransferRequest, table: BlockTable, layout: CacheLayout) -> None:
-        self.transfer = OutgoingTransfer(transfer_id=asked.transfer_id, page_view=self._page_view)
+        self.transfer = OutgoingTransfer(
+            transfer_id=asked.transfer_id,
+            page_view=self._page_view,
+            codec=asked.codec,
+            item_bytes=asked.identity.item_bytes,
+        )
         self._asked = asked
         self._table = table
         self._layout = layout

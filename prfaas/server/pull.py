@@ -18,7 +18,9 @@ class Pull:
     ) -> None:
         self.num_pages = 0
         self.num_page_bytes = 0
-        """Verified bytes."""
+        """Verified bytes, as they crossed the link."""
+        self.num_kv_bytes = 0
+        """What they decode to."""
         self._layout = layout
         self._table = table
         self._num_tokens = num_tokens
@@ -62,6 +64,7 @@ class Pull:
         header = frame.header
         self.num_pages += 1
         self.num_page_bytes += header.length
+        self.num_kv_bytes += header.length if frame.target is None else len(frame.target)
         if not frame.is_placed:
             return
         place = (header.group, header.block)

@@ -47,6 +47,9 @@ class RemoteAttempt:
     is_accepted: bool = False
     peer_hit_tokens: int = 0
     num_page_bytes: int = 0
+    """As they crossed the link."""
+    num_kv_bytes: int = 0
+    """What they decode to."""
     outcome: Outcome = "cancelled"
     detail: str = ""
     """What the outcome alone does not say."""
@@ -143,6 +146,7 @@ class RemotePrefiller:
                     request=attempt.request,
                     have_tokens=attempt.table.hit_tokens,
                     want_logits=attempt.want_logits,
+                    codec=self._options.kv_codec,
                 )
             )
             attempt.is_accepted = True
@@ -154,7 +158,11 @@ class RemotePrefiller:
                 have_tokens=attempt.table.hit_tokens,
             )
             async with self._peer.client.stream(
-                attempt.transfer_id, accepted.capability, pull.resolve
+                attempt.transfer_id,
+                accepted.capability,
+                pull.resolve,
+                codec=self._options.kv_codec,
+                item_bytes=self._identity.item_bytes,
             ) as stream:
                 is_streaming = True
                 await self._receive(stream, pull, attempt, generation, started_s)
@@ -217,7 +225,7 @@ class RemotePrefiller:
         now_s = self._clock()
         monitor.progressed(
             now_s=now_s,
-            num_bytes=attempt.num_page_bytes,
+            num_bytes=attempt.num_kv_bytes,
             tokens_done=reception.tokens_done,
             tokens_ahead=reception.tokens_ahead,
         )
@@ -262,6 +270,7 @@ class _Reception:
             case FrameType.PAGE:
                 self._pull.verified(frame)
                 self._attempt.num_page_bytes = self._pull.num_page_bytes
+                self._attempt.num_kv_bytes = self._pull.num_kv_bytes
                 self._generation.record.bytes_received = self._pull.num_page_bytes
             case FrameType.FIRST_TOKENS:
                 self._take_first_tokens(frame.payload)

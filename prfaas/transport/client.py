@@ -26,6 +26,7 @@ from prfaas.transport.auth import AskerSide, Hello, Session, encode_hello, is_sa
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.handshake import Identity
 from prfaas.transport.messages import (
+    CodecName,
     PeerStatus,
     TransferAccepted,
     TransferRequest,
@@ -39,7 +40,7 @@ from prfaas.transport.options import TransportOptions
 from prfaas.transport.seals import CHECKSUM, FrameSeal, MacSeal
 from prfaas.transport.security import ChannelSecurity
 from prfaas.transport.stream import FrameStream, connect, upgrade
-from prfaas.transport.wire import Resolve
+from prfaas.transport.wire import Codec, Resolve
 
 MAX_REPLY_BYTES = 1 << 20
 MAX_RETRY_AFTER_S = 60.0
@@ -107,11 +108,18 @@ class PeerClient:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self, transfer_id: str, capability: str, resolve: Resolve
+        self,
+        transfer_id: str,
+        capability: str,
+        resolve: Resolve,
+        *,
+        codec: CodecName = "raw",
+        item_bytes: int = 4,
     ) -> AsyncIterator[FrameStream]:
         """Open the stream of an accepted transfer; leaving the block closes it, and cancels it.
 
-        Pages are received where `resolve` says.
+        Pages are received where `resolve` says, encoded at most as was asked for; the numbers in them
+        are `item_bytes` long.
         """
         with as_transfer_errors(self.address):
             async with asyncio.timeout(self._options.connect_timeout_s):
@@ -125,9 +133,18 @@ class PeerClient:
             with as_transfer_errors(self.address):
                 async with asyncio.timeout(timeout_s):
                     rest = await upgrade(port, self.address, path, headers, timeout_s)
-            yield FrameStream(
-                port, rest, resolve, self.address, peer_seal=peer_seal, our_seal=our_seal
+            stream = FrameStream(
+                port,
+                rest,
+                resolve,
+                self.address,
+                peer_seal=peer_seal,
+                our_seal=our_seal,
+                codecs=frozenset({Codec.RAW} if codec == "raw" else {Codec.RAW, Codec.ZSTD}),
+                item_bytes=item_bytes,
             )
+            with contextlib.closing(stream):
+                yield stream
         finally:
             port.close()
 

@@ -11,7 +11,7 @@ import math
 import sys
 from array import array
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from prfaas.errors import ProtocolError
 from prfaas.transport.handshake import Identity, parse_identity
@@ -24,6 +24,10 @@ from prfaas.types import (
 )
 
 T = TypeVar("T")
+
+CodecName = Literal["raw", "zstd", "auto"]
+"""auto: each page raw or zstd, as the link and the codec make it arrive sooner."""
+CODEC_NAMES: tuple[CodecName, ...] = get_args(CodecName)
 
 MAX_CHOICES = 128
 MAX_LIST_ITEMS = 4096
@@ -42,6 +46,8 @@ class TransferRequest:
     have_tokens: int
     """Length of the prefix whose blocks the asker holds; a multiple of the block."""
     want_logits: bool = False
+    codec: CodecName = "raw"
+    """How pages may be encoded on the wire."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +178,7 @@ def encode_transfer_request(asked: TransferRequest) -> bytes:
             "sampling": _encode_sampling(request.sampling),
             "have_tokens": asked.have_tokens,
             "want_logits": asked.want_logits,
+            "codec": asked.codec,
         }
     )
 
@@ -196,7 +203,16 @@ def parse_transfer_request(data: bytes) -> TransferRequest:
         ),
         have_tokens=_count(value, "have_tokens", 0, len(prompt_tokens) - 1),
         want_logits=_typed(value, "want_logits", bool),
+        codec=_codec(value),
     )
+
+
+def _codec(value: dict[str, Any]) -> CodecName:
+    asked = _typed(value, "codec", str)
+    for name in CODEC_NAMES:
+        if name == asked:
+            return name
+    raise ProtocolError(f"field codec is not one of {', '.join(CODEC_NAMES)}")
 
 
 def _encode_sampling(sampling: SamplingParams) -> dict[str, object]:

@@ -7,13 +7,14 @@ its turn comes, so that a backlog costs no memory.
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from prfaas.transport.messages import TransferTotals, encode_totals
+from prfaas.transport.messages import CodecName, TransferTotals, encode_totals
 from prfaas.transport.seals import CHECKSUM, FrameSeal
 from prfaas.transport.wire import (
     MAX_PAYLOAD_BYTES,
+    Codec,
     FrameHeader,
     FrameType,
     encode_frame,
@@ -47,6 +48,15 @@ class Piece:
     is_page: bool = False
 
 
+Encode = Callable[[memoryview], Awaitable[tuple[Codec, memoryview | bytes]]]
+"""How a page goes out: the codec, and the bytes in it."""
+
+
+async def as_it_is(page: memoryview) -> tuple[Codec, memoryview | bytes]:
+    """Return the page's own bytes."""
+    return Codec.RAW, page
+
+
 class OutgoingTransfer:
     """One transfer as its sender sees it, from the first page to the receiver's word.
 
@@ -54,9 +64,19 @@ class OutgoingTransfer:
     """
 
     def __init__(
-        self, *, transfer_id: str, page_view: PageView, capability: str | None = None
+        self,
+        *,
+        transfer_id: str,
+        page_view: PageView,
+        capability: str | None = None,
+        codec: CodecName = "raw",
+        item_bytes: int = 4,
     ) -> None:
         self.transfer_id = transfer_id
+        self.codec = codec
+        """What the receiver asked for."""
+        self.item_bytes = item_bytes
+        """Of the numbers in the pages."""
         self.capability = capability or secrets.token_hex(CAPABILITY_BYTES)
         """Whoever shows this may open the stream; only the asker is told."""
         self.outcome: str | None = None
@@ -139,18 +159,18 @@ class OutgoingTransfer:
         await self._closed.wait()
         await self._detached.wait()
 
-    async def next_piece(self) -> Piece | None:
+    async def next_piece(self, encode: Encode = as_it_is) -> Piece | None:
         """Return the next frame to send, waiting for one; None after END or ERROR was returned."""
         while True:
             piece = self._take()
             if piece is not None:
-                return piece
+                return piece if isinstance(piece, Piece) else await self._piece_of(piece, encode)
             if self._is_ended:
                 return None
             self._has_news.clear()
             await self._has_news.wait()
 
-    def _take(self) -> Piece | None:
+    def _take(self) -> Piece | PagePlace | None:
         if self._is_ended:
             return None
         if self._error is not None:
@@ -160,7 +180,7 @@ class OutgoingTransfer:
         if self._urgent:
             return Piece(header=encode_frame(*self._urgent.popleft(), self._seal))
         if self._pages:
-            return self._take_page(self._pages.popleft())
+            return self._pages.popleft()
         if self._is_finished:
             self._is_ended = True
             totals = TransferTotals(
@@ -171,10 +191,11 @@ class OutgoingTransfer:
             return Piece(header=encode_frame(FrameType.END, encode_totals(totals), self._seal))
         return None
 
-    def _take_page(self, place: PagePlace) -> Piece:
-        payload = self._page_view(place)
+    async def _piece_of(self, place: PagePlace, encode: Encode) -> Piece:
+        codec, payload = await encode(self._page_view(place))
         header = FrameHeader(
             type=FrameType.PAGE,
+            codec=codec,
             group=place.group,
             index=place.index,
             block=place.block,

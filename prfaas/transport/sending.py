@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 
 from prfaas.errors import ProtocolError
+from prfaas.transport.coding import PageEncoder
 from prfaas.transport.outgoing import OutgoingTransfer
 from prfaas.transport.ports import SocketPort, StreamPort, TransportPort
 from prfaas.transport.seals import CHECKSUM, FrameSeal
@@ -62,21 +63,35 @@ async def _send(
 ) -> None:
     try:
         await port.send(_SWITCHING, b"", lease_s)
-        num_unyielded_bytes = 0
-        while (piece := await transfer.next_piece()) is not None:
-            await port.send(piece.header, piece.payload, lease_s)
-            if piece.is_page:
-                count_sent(len(piece.payload))
-            num_unyielded_bytes += len(piece.payload)
-            if num_unyielded_bytes > YIELD_BYTES:
-                num_unyielded_bytes = 0
-                await asyncio.sleep(0)
+        with PageEncoder(transfer.codec, transfer.item_bytes) as encoder:
+            await _send_pieces(port, transfer, encoder, lease_s, count_sent)
         async with asyncio.timeout(lease_s):
             await transfer.closed()
     except TimeoutError:
         transfer.close("expired")
     except OSError:
         transfer.close("broken")
+
+
+async def _send_pieces(
+    port: StreamPort,
+    transfer: OutgoingTransfer,
+    encoder: PageEncoder,
+    lease_s: float,
+    count_sent: Callable[[int], None],
+) -> None:
+    loop = asyncio.get_running_loop()
+    num_unyielded_bytes = 0
+    while (piece := await transfer.next_piece(encoder.encode)) is not None:
+        started_s = loop.time()
+        await port.send(piece.header, piece.payload, lease_s)
+        if piece.is_page:
+            encoder.sent(len(piece.payload), loop.time() - started_s)
+            count_sent(len(piece.payload))
+        num_unyielded_bytes += len(piece.payload)
+        if num_unyielded_bytes > YIELD_BYTES:
+            num_unyielded_bytes = 0
+            await asyncio.sleep(0)
 
 
 async def _listen(port: StreamPort, transfer: OutgoingTransfer, receiver_seal: FrameSeal) -> None:

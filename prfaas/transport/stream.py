@@ -13,9 +13,18 @@ from typing import Any
 
 from prfaas.errors import ProtocolError, TransferError
 from prfaas.transport.address import PeerAddress, as_transfer_errors
+from prfaas.transport.coding import PageDecoder
 from prfaas.transport.ports import SocketPort, StreamPort, TransportPort
 from prfaas.transport.seals import CHECKSUM, FrameSeal
-from prfaas.transport.wire import FROM_SENDER, Frame, FrameDecoder, FrameType, Resolve, encode_frame
+from prfaas.transport.wire import (
+    FROM_SENDER,
+    Codec,
+    Frame,
+    FrameDecoder,
+    FrameType,
+    Resolve,
+    encode_frame,
+)
 
 UPGRADE = "prfaas-kv"
 MAX_HEAD_BYTES = 4096
@@ -35,13 +44,23 @@ class FrameStream:
         *,
         peer_seal: FrameSeal = CHECKSUM,
         our_seal: FrameSeal = CHECKSUM,
+        codecs: frozenset[Codec] = frozenset({Codec.RAW}),
+        item_bytes: int = 4,
     ) -> None:
         self._port = port
         self._rest = memoryview(rest)
         self._address = address
         self._our_seal = our_seal
-        self._decoder = FrameDecoder(allowed=FROM_SENDER, resolve=resolve, seal=peer_seal)
+        self._decoder = FrameDecoder(
+            allowed=FROM_SENDER, resolve=resolve, seal=peer_seal, codecs=codecs
+        )
+        self._pages = PageDecoder(item_bytes)
         self._num_unyielded_bytes = 0
+
+    def close(self) -> None:
+        """Close the connection and end the thread that decodes, if there is one. Idempotent."""
+        self._port.close()
+        self._pages.close()
 
     async def next_frame(self, timeout_s: float) -> Frame | None:
         """Return the next verified frame, or None when the sender closed the stream between two.
@@ -67,6 +86,8 @@ class FrameStream:
                 return None
             frame = self._decoder.received(num_bytes)
             if frame is not None:
+                if frame.target is not None:
+                    await self._pages.place(frame)
                 return frame
 
     def _take_rest(self, target: memoryview) -> int:

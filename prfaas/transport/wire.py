@@ -51,6 +51,8 @@ class Codec(IntEnum):
     """How a payload is encoded."""
 
     RAW = 0
+    ZSTD = 1
+    """zstd over shuffled bytes."""
 
 
 FROM_SENDER = frozenset(FrameType) - {FrameType.ACK}
@@ -84,16 +86,21 @@ class FrameHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One verified frame. The payload of a PAGE is not here: it lies in its page."""
+    """One verified frame. The payload of a PAGE is not here: it lies in its page.
+
+    Unless it is encoded: then it is here, and `target` is where the driver must put what it decodes to.
+    """
 
     header: FrameHeader
     payload: bytes = b""
+    target: memoryview | None = None
     is_placed: bool = False
-    """The payload of this PAGE was put where `resolve` said; False: it was redelivered, dropped."""
+    """The payload of this PAGE was put where `resolve` said, or is to be put into `target`; False: it
+    was redelivered, dropped."""
 
 
 Resolve = Callable[[FrameHeader], memoryview | None]
-"""Where the payload of a PAGE goes: exactly `length` writable bytes, or None to drop a redelivery.
+"""Where a PAGE goes, as a writable view of all of its bytes, or None to drop a redelivery.
 
 Raises ProtocolError for a page that nobody asked for.
 """
@@ -152,9 +159,15 @@ class FrameDecoder:
     """
 
     def __init__(
-        self, *, allowed: frozenset[FrameType], resolve: Resolve, seal: FrameSeal = CHECKSUM
+        self,
+        *,
+        allowed: frozenset[FrameType],
+        resolve: Resolve,
+        seal: FrameSeal = CHECKSUM,
+        codecs: frozenset[Codec] = frozenset({Codec.RAW}),
     ) -> None:
         self._allowed = allowed
+        self._codecs = codecs
         self._resolve = resolve
         self._seal = seal
         self._head = bytearray(UNTAGGED_BYTES + seal.tag_bytes)
@@ -162,6 +175,8 @@ class FrameDecoder:
         self._error: ProtocolError | None = None
         self._header: FrameHeader | None = None
         self._target: memoryview | None = None
+        self._page: memoryview | None = None
+        """Of an encoded PAGE, which is received beside it."""
         self._filled = 0
 
     def buffer(self) -> memoryview:
@@ -196,6 +211,7 @@ class FrameDecoder:
     def _await_header(self) -> None:
         self._header = None
         self._target = None
+        self._page = None
         self._filled = 0
 
     def _advance(self, num_bytes: int) -> Frame | None:
@@ -245,8 +261,10 @@ class FrameDecoder:
         if header.type is FrameType.PAGE:
             if not header.length or not header.num_tokens:
                 raise ProtocolError("empty PAGE frame")
+            if header.codec not in self._codecs:
+                raise ProtocolError(f"page in codec {header.codec.name}, which was not agreed on")
             return
-        if header.group or header.index or header.block or header.num_tokens:
+        if header.codec or header.group or header.index or header.block or header.num_tokens:
             raise ProtocolError(f"{header.type.name} frame with a page's span")
         limit = MAX_PAYLOAD_BYTES[header.type]
         if header.length > limit:
@@ -265,7 +283,11 @@ class FrameDecoder:
             if not self._scratch:
                 self._scratch = bytearray(SCRATCH_BYTES)
             return
-        if target.nbytes != header.length:
+        if header.codec is not Codec.RAW and header.length < target.nbytes:
+            self._page = target.cast("B")
+            self._target = memoryview(bytearray(header.length))
+            return
+        if header.codec is not Codec.RAW or target.nbytes != header.length:
             raise ProtocolError(f"page of {header.length} bytes, expected {target.nbytes} bytes")
         self._target = target.cast("B")
 
@@ -276,6 +298,13 @@ class FrameDecoder:
         if not hmac.compare_digest(self._digest.finish(), self._tag):
             raise ProtocolError(f"{header.type.name} frame checksum or MAC mismatch")
         is_page = header.type is FrameType.PAGE
-        payload = b"" if is_page or target is None else bytes(target)
+        page = self._page
+        is_here = target is not None and (page is not None or not is_page)
+        payload = bytes(target) if is_here and target is not None else b""
         self._await_header()
-        return Frame(header=header, payload=payload, is_placed=is_page and target is not None)
+        return Frame(
+            header=header,
+            payload=payload,
+            target=page,
+            is_placed=is_page and target is not None,
+        )

@@ -49,6 +49,7 @@ class Service:
             transfer_id=asked.transfer_id,
             page_view=lambda place: memoryview(bytes([place.block]) * PAGE_BYTES),
             capability=CAPABILITY,
+            codec=asked.codec,
         )
         return TransferAccepted(hit_tokens=16, capability=CAPABILITY)
 
