@@ -12,6 +12,7 @@ from torch import Tensor
 from prfaas.engine import linear
 from prfaas.engine.attention import attend_steps
 from prfaas.engine.kv import AttentionSpec
+from prfaas.engine.layers.batch_attention import BatchAttention
 from prfaas.engine.layers.gqa import GqaMixer
 from prfaas.engine.layers.moe import MoeMlp
 from prfaas.engine.layers.parallel import ParallelMixer
@@ -42,8 +43,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"), "gemma3")
 
 
-def attentions(model: Model) -> list[GqaMixer]:
-    return [mixer for layer in model.layers if isinstance(mixer := layer.mixer, GqaMixer)]
+def attentions(model: Model) -> list[BatchAttention]:
+    mixers = [mixer for layer in model.layers if isinstance(mixer := layer.mixer, GqaMixer)]
+    return [attend for mixer in mixers if isinstance(attend := mixer.attend, BatchAttention)]
 
 
 def spoil(y_MN: Tensor) -> Tensor:
@@ -111,12 +113,12 @@ def test_steps_that_are_not_exact_are_computed_as_tiles(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = load_model(model_dir, dtype="float32")
-    assert all(mixer.attend.has_exact_steps for mixer in attentions(expected))
+    assert all(attend.has_exact_steps for attend in attentions(expected))
     monkeypatch.setattr(
         "prfaas.engine.numerics.attend_steps", lambda *a, **k: spoil(attend_steps(*a, **k))
     )
     model = load_model(model_dir, dtype="float32")
-    assert not any(mixer.attend.has_exact_steps for mixer in attentions(model))
+    assert not any(attend.has_exact_steps for attend in attentions(model))
     assert model.numerics_fingerprint == expected.numerics_fingerprint
 
 

@@ -1,7 +1,8 @@
-"""Makes certificates with the openssl program."""
+"""Makes certificates."""
 
-import subprocess
 from pathlib import Path
+
+import trustme
 
 
 class Certificates:
@@ -9,32 +10,14 @@ class Certificates:
 
     def __init__(self, directory: Path, name: str = "authority") -> None:
         self._directory = directory
-        self._name = name
+        self._authority = trustme.CA(organization_name=name)
         self.authority = str(directory / f"{name}.pem")
-        self._run(
-            *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
-            *("-keyout", self._path(f"{name}.key"), "-out", self.authority),
-            *("-days", "2", "-subj", f"/CN={name}"),
-        )
+        self._authority.cert_pem.write_to_path(self.authority)
 
-    def issue(self, name: str, subject: str = "IP:127.0.0.1") -> tuple[str, str]:
-        """Return the files of a certificate for `subject` and of its key."""
-        cert, key, asked = (self._path(f"{name}.{end}") for end in ("pem", "key", "csr"))
-        self._run(
-            *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
-            *("-keyout", key, "-out", asked, "-subj", f"/CN={name}"),
-        )
-        extensions = self._directory / f"{name}.ext"
-        extensions.write_text(f"subjectAltName={subject}\n")
-        self._run(
-            *("x509", "-req", "-in", asked, "-CA", self.authority, "-days", "2", "-out", cert),
-            *("-CAkey", self._path(f"{self._name}.key"), "-CAcreateserial"),
-            *("-extfile", str(extensions)),
-        )
+    def issue(self, name: str, subject: str = "127.0.0.1") -> tuple[str, str]:
+        """Return the files of a certificate for `subject`, an address or a name, and of its key."""
+        issued = self._authority.issue_cert(subject, common_name=name)
+        cert, key = (str(self._directory / f"{name}.{end}") for end in ("pem", "key"))
+        issued.cert_chain_pems[0].write_to_path(cert)
+        issued.private_key_pem.write_to_path(key)
         return cert, key
-
-    def _path(self, name: str) -> str:
-        return str(self._directory / name)
-
-    def _run(self, *arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], check=True, capture_output=True)
