@@ -42,6 +42,7 @@ KIMI: dict[str, Any] = {
     "num_experts_per_token": 1,
     "num_shared_experts": 1,
     "moe_intermediate_size": 64,
+    "routed_scaling_factor": 1.0,
 }
 RING: dict[str, Any] = {
     "model_type": "bailing_hybrid",
@@ -61,6 +62,7 @@ RING: dict[str, Any] = {
     "num_experts_per_tok": 1,
     "num_shared_experts": 1,
     "moe_intermediate_size": 64,
+    "routed_scaling_factor": 1.0,
     "rope_theta": 600000.0,
 }
 

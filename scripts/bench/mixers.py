@@ -6,7 +6,8 @@ prfaas's in chunks as `prfaas serve` computes a prompt, states or KV kept; trans
 with its torch fallback, nothing kept. Both run in this process on the same threads, in turn, so that
 a busy machine slows both; judge by `ratio_vs_transformers`. Weights are random, of equal shapes.
 
-`growth` is the time of the longest prompt over that of an eighth of it, divided by 8: 1 is linear.
+`decode` is the time of one token with half a chunk behind it, in both numerics, projections
+included. `growth` is the time of the longest prompt over that of an eighth of it, divided by 8: 1 is linear.
 
     scripts/bench/mixers.py --json
 """
@@ -30,12 +31,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from prfaas.engine.batch import Batch, Segment
+from prfaas.engine.chunk_grid import CHUNK_TOKENS, replay_dim
 from prfaas.engine.config import model_from_hf
 from prfaas.engine.linear import Packing
 from prfaas.engine.loading.build import build_model
 from prfaas.engine.options import EngineOptions
 from prfaas.engine.sequence_kv import SequenceKv
 from scripts.bench.mixer_families import FAMILIES, SHARED, Family
+
+HALF_CHUNK_TOKENS = CHUNK_TOKENS // 2
 
 
 class RandomTensors:
@@ -70,12 +74,29 @@ class Ours:
     def prefill(self, x_TD: Tensor) -> None:
         kv = SequenceKv([self.spec], capacity_tokens=len(x_TD), block_tokens=64)
         for start, stop in pairwise([*range(0, len(x_TD), self.chunk_tokens), len(x_TD)]):
-            segment = Segment(kv=kv, tokens=[0] * (stop - start), num_logits=0)
-            kv.begin_forward(())
-            batch = Batch([segment], self.packing)
-            padding = x_TD.new_zeros(len(batch.tokens_T) - (stop - start), x_TD.shape[1])
-            self.mixer(torch.cat([x_TD[start:stop], padding]), batch, 0, lambda: None)
-            kv.num_tokens = stop
+            self._forward(kv, x_TD[start:stop], prompt_end=None)
+
+    def decoder(self, x_TD: Tensor, *, is_strict: bool) -> Callable[[], None]:
+        """Return a function that decodes all rows but the first HALF_CHUNK_TOKENS, one by one."""
+        replay_dims = [replay_dim(self.spec)] if is_strict else None
+
+        def decode() -> None:
+            kv = SequenceKv(
+                [self.spec], capacity_tokens=len(x_TD), block_tokens=64, replay_dims=replay_dims
+            )
+            self._forward(kv, x_TD[:HALF_CHUNK_TOKENS], prompt_end=HALF_CHUNK_TOKENS)
+            for row in range(HALF_CHUNK_TOKENS, len(x_TD)):
+                self._forward(kv, x_TD[row : row + 1], prompt_end=HALF_CHUNK_TOKENS)
+
+        return decode
+
+    def _forward(self, kv: SequenceKv, x_TD: Tensor, prompt_end: int | None) -> None:
+        segment = Segment(kv=kv, tokens=[0] * len(x_TD), num_logits=0, prompt_end=prompt_end)
+        kv.begin_forward(())
+        batch = Batch([segment], self.packing)
+        padding = x_TD.new_zeros(len(batch.tokens_T) - len(x_TD), x_TD.shape[1])
+        self.mixer(torch.cat([x_TD, padding]), batch, 0, lambda: None)
+        kv.num_tokens += len(x_TD)
 
 
 class Theirs:
@@ -136,6 +157,16 @@ class Growth:
     num_runs: int
     growth: float
     is_linear: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode:
+    """What a decoded token costs in one layer, and in strict numerics; medians."""
+
+    name: str
+    num_runs: int
+    grid_ms_per_token: float
+    strict_ms_per_token: float
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -207,7 +238,22 @@ def measure_growth(family: Family, ours: Ours, longer_tokens: int, num_runs: int
     )
 
 
-def bench(args: argparse.Namespace) -> Iterator[Row | Growth]:
+def measure_decode(family: Family, ours: Ours, num_runs: int) -> Decode:
+    """Decode half a chunk in both numerics, in turn."""
+    x_TD = rows_of(2 * HALF_CHUNK_TOKENS)
+    grid, strict = (ours.decoder(x_TD, is_strict=is_strict) for is_strict in (False, True))
+    grid()
+    runs = [(seconds(grid), seconds(strict)) for _ in range(num_runs)]
+    grid_s, strict_s = (statistics.median(times) for times in zip(*runs, strict=True))
+    return Decode(
+        name=family.name,
+        num_runs=num_runs,
+        grid_ms_per_token=round(1e3 * grid_s / HALF_CHUNK_TOKENS, 3),
+        strict_ms_per_token=round(1e3 * strict_s / HALF_CHUNK_TOKENS, 3),
+    )
+
+
+def bench(args: argparse.Namespace) -> Iterator[Row | Growth | Decode]:
     longest = max(args.tokens)
     for family in FAMILIES:
         if family.name not in args.mixers:
@@ -217,6 +263,8 @@ def bench(args: argparse.Namespace) -> Iterator[Row | Growth]:
         for num_tokens in args.tokens:
             num_runs = num_runs_of(family, num_tokens, args)
             yield measure(family, ours, theirs, num_tokens, num_runs)
+        if ours.spec.states:
+            yield measure_decode(family, ours, args.runs)
         if longest >= 8 * args.chunk_tokens:
             yield measure_growth(family, ours, longest, num_runs_of(family, longest, args))
 
@@ -242,7 +290,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def line(result: Row | Growth) -> str:
+def line(result: Row | Growth | Decode) -> str:
+    if isinstance(result, Decode):
+        grid_ms, strict_ms = result.grid_ms_per_token, result.strict_ms_per_token
+        return f"{result.name:15} decode: {grid_ms} ms a token, {strict_ms} in strict numerics"
     if isinstance(result, Growth):
         kind = "linear" if result.is_linear else "quadratic"
         return f"{result.name:15} {result.longer_tokens:6} tokens: growth {result.growth} ({kind})"
@@ -255,7 +306,7 @@ def line(result: Row | Growth) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    results: list[Row | Growth] = []
+    results: list[Row | Growth | Decode] = []
     with threads(args.threads) as num_threads, torch.inference_mode():
         for result in bench(args):
             results.append(result)
@@ -275,7 +326,8 @@ def main(argv: list[str] | None = None) -> None:
         }
         rows = [asdict(result) for result in results if isinstance(result, Row)]
         growth = [asdict(result) for result in results if isinstance(result, Growth)]
-        print(json.dumps(settings | {"rows": rows, "growth": growth}, indent=2))
+        decode = [asdict(result) for result in results if isinstance(result, Decode)]
+        print(json.dumps(settings | {"rows": rows, "growth": growth, "decode": decode}, indent=2))
 
 
 if __name__ == "__main__":
