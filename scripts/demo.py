@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ HOST = "127.0.0.1"
 READY_TIMEOUT_S = 600
 STOP_TIMEOUT_S = 40
 LOG_LINES_SHOWN = 20
+PEER_NOT_USABLE = re.compile(rb"^prfaas_peer_usable\{.*\} 0", re.MULTILINE)
 
 notes = Console(stderr=True, highlight=False)
 results = Console(highlight=False)
@@ -61,7 +63,10 @@ class NodeProcess:
         """Return whether the node takes requests, and what it is at if not."""
         try:
             with urllib.request.urlopen(f"{self.url}/ready", timeout=5):  # noqa: S310 - our own node
-                return True, "ready"
+                pass
+            with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:  # noqa: S310
+                has_peers = PEER_NOT_USABLE.search(answer.read()) is None
+            return has_peers, "ready" if has_peers else "waiting for its peer"
         except urllib.error.HTTPError as error:
             with error:
                 return False, reason_in(error.read())
