@@ -1,5 +1,6 @@
 """`prfaas serve`: one node in the foreground."""
 
+import gc
 import os
 import signal
 import sys
@@ -31,8 +32,11 @@ def serve(config_path: Path | None, *, print_config: bool, **flags: object) -> N
         )
     limit_threads(config.engine.threads)
     exit_on_signals()
+    gc.disable()  # some hundred thousand objects are made, and none of them is garbage
     from prfaas.cli.node_process import run_node  # imports torch and aiohttp
 
+    gc.freeze()
+    gc.enable()
     run_node(config)
 
 
