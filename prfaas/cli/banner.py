@@ -11,9 +11,11 @@ def banner(
 ) -> str:
     """Return the lines that tell a person what runs here and how to reach it."""
     host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
+    # A pd node's certificate is the one it shows to its peer; its own port speaks plain HTTP.
+    is_tls = config.role == "prefill" and config.transport.tls_cert is not None
     rows = {
         "model": f"{model}, {config.engine.weight_dtype} weights on {config.engine.device}",
-        "address": f"http://{host}:{config.http.port}",
+        "address": f"{'https' if is_tls else 'http'}://{host}:{config.http.port}",
         "routes": ", ".join(route for route in routes if not route.startswith("*")),
     }
     if is_plain_template:

@@ -31,6 +31,12 @@ def test_a_pd_node_without_a_peer_says_so():
     assert lines_of()[-1] == "peer none: every prompt is prefilled here"
 
 
+@pytest.mark.parametrize(("role", "scheme"), [("prefill", "https"), ("pd", "http")])
+def test_only_a_prefill_node_serves_over_tls(role, scheme):
+    address = lines_of(role=role, tls_cert="c.pem", tls_key="c.key", tls_ca="ca.pem")[2]
+    assert address.startswith(f"address {scheme}://")
+
+
 def test_a_prefill_node_has_no_peer():
     assert not any(line.startswith("peer") for line in lines_of(role="prefill"))
 
