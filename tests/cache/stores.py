@@ -26,6 +26,15 @@ class Hand:
         return self.now_s
 
 
+def flip(path: Path, offset: int) -> None:
+    """Change one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
 def key_of(number: int, group: int = 0) -> PageKey:
     return group, number.to_bytes(32, "big")
 

@@ -24,11 +24,6 @@ from tests.cache.stores import (
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-@pytest.fixture
-def directory(tmp_path):
-    return tmp_path / "cache"
-
-
 class Gate:
     """Holds the writing thread before it writes bytes."""
 

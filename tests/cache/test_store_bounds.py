@@ -24,11 +24,6 @@ from tests.cache.stores import (
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-@pytest.fixture
-def directory(tmp_path):
-    return tmp_path / "cache"
-
-
 def file_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 

@@ -5,7 +5,6 @@ import os
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import lmdb
@@ -21,6 +20,7 @@ from tests.cache.stores import (
     Hand,
     bytes_of,
     fill,
+    flip,
     generation_of,
     get,
     index_of,
@@ -33,19 +33,6 @@ from tests.cache.stores import (
 )
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
-@pytest.fixture
-def directory(tmp_path):
-    return tmp_path / "cache"
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x10]))
 
 
 # ---------------------------------------------------------------- segments

@@ -16,6 +16,7 @@ from prfaas.errors import ConfigError
 from tests.cache.stores import (
     bytes_of,
     fill,
+    flip,
     index_of,
     key_of,
     open_store,
@@ -25,19 +26,6 @@ from tests.cache.stores import (
 )
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
-@pytest.fixture
-def directory(tmp_path):
-    return tmp_path / "cache"
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x10]))
 
 
 def damage_index(path: Path, how: str) -> None:
