@@ -13,7 +13,13 @@ from prfaas.config.settings import SETTINGS, Setting
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_METAVARS = {"integer": "N", "number": "SECONDS", "size": "BYTES", "text": "TEXT"}
+_METAVARS = {
+    "integer": "N",
+    "number": "SECONDS",
+    "rate": "RATE",
+    "size": "BYTES",
+    "text": "TEXT",
+}
 
 
 def node_options(sections: Collection[str] | None = None) -> Callable[[Command], Command]:

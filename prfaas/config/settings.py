@@ -10,7 +10,7 @@ from prfaas.engine.options import EngineOptions
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.transport.options import TransportOptions
 
-Kind = Literal["choice", "integer", "number", "size", "switch", "text"]
+Kind = Literal["choice", "integer", "number", "rate", "size", "switch", "text"]
 
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelOptions,
@@ -80,6 +80,8 @@ def kind_of(name: str, hint: object) -> tuple[Kind, tuple[str, ...]]:
         return "choice", get_args(hint)
     if hint is int and name.endswith("_bytes"):
         return "size", ()
+    if hint is float and name.endswith("_bytes_per_s"):
+        return "rate", ()
     kinds: dict[object, Kind] = {bool: "switch", int: "integer", float: "number", str: "text"}
     return kinds[hint], ()
 
@@ -245,7 +247,7 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("transport.allow_plaintext", "The KV channel may leave loopback unencrypted."),
     _setting(
         "transport.kv_codec",
-        "How the peer may encode pages, all lossless. auto: zstd where the link is slower than it.",
+        "How the peer may encode pages. Up to auto lossless; the others make answers exact: false.",
         roles=_PD,
     ),
     _setting(

@@ -3,7 +3,7 @@
 import math
 import re
 
-from prfaas.config.settings import Setting
+from prfaas.config.settings import Kind, Setting
 from prfaas.errors import ConfigError
 
 Value = bool | int | float | str
@@ -12,8 +12,20 @@ _UNITS: dict[str, int] = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}iB": 1 << 10 * power for power, prefix in enumerate("KMGT", start=1)}
 _UNITS |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
+_RATE_UNITS: dict[str, float] = {
+    f"{prefix}bit": 10 ** (3 * power) / 8 for power, prefix in enumerate(["", "k", "M", "G", "T"])
+}
+_RATE_UNITS |= {unit: float(scale) for unit, scale in _UNITS.items() if unit}
 _SWITCH = {"true": True, "1": True, "yes": True, "on": True}
 _SWITCH |= {"false": False, "0": False, "no": False, "off": False}
+_EXPECTED: dict[Kind, str] = {
+    "integer": "a whole number",
+    "number": "a number",
+    "rate": "a rate such as 800Mbit, or bytes per second",
+    "size": "bytes such as 4GiB or 4096",
+    "switch": "true or false",
+    "text": "printable text",
+}
 _INTEGER = re.compile(r"[+-]?\d{1,19}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?\d{1,19}(?:\.\d{1,19})?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 
@@ -33,6 +45,18 @@ def parse_size(text: str) -> int:
     if rest:
         raise ValueError(f"{text!r} is no whole number of bytes")
     return num_bytes
+
+
+def parse_rate(text: str) -> float:
+    """Return the bytes per second that `800Mbit`, `1.5 Gbit/s` or `100MB/s` stands for.
+
+    Raises:
+        ValueError: not a number with a known unit; one without a unit could be bits or bytes.
+    """
+    match = _SIZE.fullmatch(text.strip().removesuffix("/s"))
+    if match is None or match[2] not in _RATE_UNITS or len(match[1]) > 24:
+        raise ValueError(f"expected a rate such as 800Mbit, 1.5Gbit or 100MB/s, not {text!r}")
+    return float(match[1]) * _RATE_UNITS[match[2]]
 
 
 def read_value(setting: Setting, raw: object, *, origin: str) -> Value:
@@ -57,7 +81,7 @@ def _typed(setting: Setting, raw: object) -> Value:
             return raw
         case (("integer" | "size"), int()) if not isinstance(raw, bool):
             return raw
-        case "number", (int() | float()) if not isinstance(raw, bool):
+        case (("number" | "rate"), (int() | float())) if not isinstance(raw, bool):
             return float(raw)
         case _:
             raise _unexpected(setting, raw)
@@ -74,6 +98,8 @@ def _from_text(setting: Setting, text: str) -> Value:
             value = float(text) if _NUMBER.fullmatch(text) else None
         case "size":
             value = parse_size(text)
+        case "rate":
+            value = parse_rate(text)
         case "choice":
             value = text if text in setting.choices else None
         case "text":
@@ -91,19 +117,9 @@ def _unexpected(setting: Setting, raw: object) -> ValueError:
 
 
 def _expected(setting: Setting) -> str:
-    match setting.kind:
-        case "choice":
-            return "one of " + ", ".join(setting.choices)
-        case "integer":
-            return "a whole number"
-        case "number":
-            return "a number"
-        case "size":
-            return "bytes such as 4GiB or 4096"
-        case "switch":
-            return "true or false"
-        case "text":
-            return "printable text"
+    if setting.kind == "choice":
+        return "one of " + ", ".join(setting.choices)
+    return _EXPECTED[setting.kind]
 
 
 def _check_bounds(setting: Setting, value: Value) -> None:

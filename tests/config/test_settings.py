@@ -58,6 +58,7 @@ def test_the_kind_of_a_field_follows_from_its_type_and_unit():
     assert kind_of("ram_bytes", int) == ("size", ())
     assert kind_of("num_threads", int | None) == ("integer", ())
     assert kind_of("lease_s", float) == ("number", ())
+    assert kind_of("limit_bytes_per_s", float | None) == ("rate", ())
 
 
 def test_a_secret_has_no_flag():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.config.settings import SETTINGS, Setting
-from prfaas.config.values import parse_size, read_value
+from prfaas.config.values import parse_rate, parse_size, read_value
 from prfaas.errors import ConfigError
 
 UNITS = {
@@ -42,6 +42,55 @@ def test_a_size_is_its_number_times_its_unit_exactly(whole, thousandths, unit, i
 def test_what_is_no_size_is_refused_with_the_text(text):
     with pytest.raises(ValueError, match="expected bytes such as 4GiB"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        ("800Mbit", 100e6),
+        ("1.5Gbit", 187.5e6),
+        ("1.5 Gbit/s", 187.5e6),
+        ("8kbit", 1e3),
+        ("8bit", 1.0),
+        ("2Tbit", 250e9),
+        ("100MB", 100e6),
+        ("100MB/s", 100e6),
+        ("1MiB/s", 1 << 20),
+        ("7B/s", 7.0),
+    ],
+)
+def test_a_rate_is_bytes_per_second(text, bytes_per_s):
+    assert parse_rate(text) == bytes_per_s
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "800", "Mbit", "800mbit", "800Mb", "800Mbps", "-1Mbit", "1e3Mbit", "8Mbit/h", "nan"],
+)
+def test_what_is_no_rate_or_has_no_unit_is_refused_with_the_text(text):
+    with pytest.raises(ValueError, match=f"expected a rate such as 800Mbit.*not '{text}'"):
+        parse_rate(text)
+
+
+RATE = Setting(section="x", name="limit_bytes_per_s", kind="rate", help="", above=0)
+
+
+@pytest.mark.parametrize(("raw", "value"), [("8Mbit", 1e6), (1_000_000, 1e6), (0.5, 0.5)])
+def test_a_rate_is_read_from_text_and_as_bytes_per_second_from_toml(raw, value):
+    assert read_value(RATE, raw, origin="x") == value
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ("8", "expected a rate such as 800Mbit"),
+        (True, "expected a rate such as 800Mbit, or bytes per second, not true"),
+        ("0Mbit", "0 must be above 0"),
+    ],
+)
+def test_a_wrong_rate_is_refused(raw, message):
+    with pytest.raises(ConfigError, match=f"^the file: {message}"):
+        read_value(RATE, raw, origin="the file")
 
 
 @pytest.mark.parametrize(
