@@ -27,6 +27,8 @@ class FullSpec:
     layers: tuple[int, ...]
     page_bytes: int
     """One layer's KV of a whole block; a multiple of the block's tokens."""
+    row_items: int | None = None
+    """Numbers in a row of one token's one head, or of an equal part of it; None is unknown."""
 
     @property
     def pages_per_block(self) -> int:
@@ -42,6 +44,8 @@ class WindowSpec:
     layers: tuple[int, ...]
     page_bytes: int
     window_tokens: int
+    row_items: int | None = None
+    """See FullSpec."""
 
     @property
     def pages_per_block(self) -> int:
