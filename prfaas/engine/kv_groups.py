@@ -1,5 +1,6 @@
 """Which layers' KV and states are cached together, as pages of which size; torch-free."""
 
+import math
 from collections.abc import Sequence
 
 from prfaas.cache.spec import (
@@ -11,7 +12,7 @@ from prfaas.cache.spec import (
     WindowSpec,
 )
 from prfaas.engine.chunk_grid import CHUNK_TOKENS, exported_state_bytes
-from prfaas.engine.mixer_spec import KvDtype, MixerSpec
+from prfaas.engine.mixer_spec import GqaSpec, KvDtype, MixerSpec, MlaSpec, ParallelSpec
 from prfaas.engine.model_spec import LayerGroup, layer_groups
 from prfaas.errors import ConfigError
 
@@ -60,7 +61,8 @@ def kv_groups(
                 groups.append(_state_group(group, members, largest, num_bytes))
                 tags.append(group.layout if dim is None else f"{group.layout},rows-tr")
         else:
-            groups.append(_kv_group(group, block_tokens))
+            row_items = math.gcd(*(_row_items(layers[layer]) for layer in group.layers))
+            groups.append(_kv_group(group, block_tokens, row_items))
             tags.append(group.layout)
     return CacheLayout(
         block_tokens=block_tokens,
@@ -69,17 +71,37 @@ def kv_groups(
     )
 
 
-def _kv_group(group: LayerGroup, block_tokens: int) -> FullSpec | WindowSpec:
+def _row_items(layer: MixerSpec) -> int:
+    """Return the numbers of one token's one head, of K and of V; the longest part of unequal ones.
+
+    The latent and the rotated key of latent attention are two such parts: their scales differ.
+    """
+    match layer:
+        case GqaSpec():
+            return math.gcd(layer.head_dim, layer.value_dim)
+        case MlaSpec():
+            return math.gcd(layer.latent_dim, layer.rope_dim)
+        case ParallelSpec():
+            return _row_items(layer.attention)
+        case _:
+            raise AssertionError(f"a {layer.mixer} layer keeps nothing for a token")
+
+
+def _kv_group(group: LayerGroup, block_tokens: int, row_items: int) -> FullSpec | WindowSpec:
     page_bytes = block_tokens * group.bytes_per_token
     if group.window_tokens is None:
         return FullSpec(
-            name=f"full-{group.bytes_per_token}", layers=group.layers, page_bytes=page_bytes
+            name=f"full-{group.bytes_per_token}",
+            layers=group.layers,
+            page_bytes=page_bytes,
+            row_items=row_items,
         )
     return WindowSpec(
         name=f"window{group.window_tokens}-{group.bytes_per_token}",
         layers=group.layers,
         page_bytes=page_bytes,
         window_tokens=group.window_tokens,
+        row_items=row_items,
     )
 
 

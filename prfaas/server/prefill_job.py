@@ -8,6 +8,7 @@ from prfaas.cache.spec import CacheLayout, bytes_of_page, missing_blocks
 from prfaas.engine.submission import EngineLoad, FirstLogits
 from prfaas.errors import EngineError, PrfaasError
 from prfaas.server.engine_thread import EngineStream, EngineThread
+from prfaas.server.pull import kv_numbers
 from prfaas.transport.messages import TransferRequest, encode_first_tokens
 from prfaas.transport.outgoing import OutgoingTransfer, PagePlace
 from prfaas.transport.wire import FrameType, encode_progress
@@ -58,7 +59,7 @@ class PrefillJob:
             transfer_id=asked.transfer_id,
             page_view=self._page_view,
             codec=asked.codec,
-            item_bytes=asked.identity.item_bytes,
+            numbers=kv_numbers(layout, asked.identity),
         )
         self._asked = asked
         self._table = table

@@ -4,10 +4,22 @@ What was published stays when the transfer dies: a fresh lookup finds it, and th
 """
 
 from prfaas.cache.block_table import BlockTable
-from prfaas.cache.spec import CacheLayout, bytes_of_page, missing_blocks
+from prfaas.cache.spec import CacheLayout, StateSpec, bytes_of_page, missing_blocks
 from prfaas.errors import ProtocolError
+from prfaas.transport.handshake import Identity
+from prfaas.transport.kv_numbers import KvNumbers
 from prfaas.transport.messages import TransferTotals
 from prfaas.transport.wire import Frame, FrameHeader
+
+
+def kv_numbers(layout: CacheLayout, identity: Identity) -> KvNumbers:
+    """Return what codecs must know of the pages of a layout; equal on both sides of a transfer."""
+    return KvNumbers(
+        dtype=identity.kv_dtype,
+        row_items=[
+            None if isinstance(spec, StateSpec) else spec.row_items for spec in layout.groups
+        ],
+    )
 
 
 class Pull:

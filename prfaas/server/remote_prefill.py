@@ -21,7 +21,7 @@ from prfaas.scheduler.monitor import TransferMonitor, TransferRates
 from prfaas.scheduler.router import FIRST_BACKOFF_S, Outcome
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.peer import Peer
-from prfaas.server.pull import Pull
+from prfaas.server.pull import Pull, kv_numbers
 from prfaas.server.transfer_metrics import TransferMetrics
 from prfaas.transport.handshake import Identity
 from prfaas.transport.messages import TransferRequest, parse_first_tokens, parse_totals
@@ -162,7 +162,7 @@ class RemotePrefiller:
                 accepted.capability,
                 pull.resolve,
                 codec=self._options.kv_codec,
-                item_bytes=self._identity.item_bytes,
+                numbers=kv_numbers(self._layout, self._identity),
             ) as stream:
                 is_streaming = True
                 await self._receive(stream, pull, attempt, generation, started_s)

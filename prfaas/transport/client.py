@@ -24,7 +24,9 @@ from prfaas.errors import (
 from prfaas.transport.address import PeerAddress, as_transfer_errors
 from prfaas.transport.auth import AskerSide, Hello, Session, encode_hello, is_same
 from prfaas.transport.cluster_key import ClusterKey
+from prfaas.transport.coding import CODECS
 from prfaas.transport.handshake import Identity
+from prfaas.transport.kv_numbers import KvNumbers
 from prfaas.transport.messages import (
     CodecName,
     PeerStatus,
@@ -40,7 +42,7 @@ from prfaas.transport.options import TransportOptions
 from prfaas.transport.seals import CHECKSUM, FrameSeal, MacSeal
 from prfaas.transport.security import ChannelSecurity
 from prfaas.transport.stream import FrameStream, connect, upgrade
-from prfaas.transport.wire import Codec, Resolve
+from prfaas.transport.wire import Resolve
 
 MAX_REPLY_BYTES = 1 << 20
 MAX_RETRY_AFTER_S = 60.0
@@ -114,12 +116,12 @@ class PeerClient:
         resolve: Resolve,
         *,
         codec: CodecName = "raw",
-        item_bytes: int = 4,
+        numbers: KvNumbers | None = None,
     ) -> AsyncIterator[FrameStream]:
         """Open the stream of an accepted transfer; leaving the block closes it, and cancels it.
 
-        Pages are received where `resolve` says, encoded at most as was asked for; the numbers in them
-        are `item_bytes` long.
+        Pages are received where `resolve` says, encoded at most as was asked for; `numbers` says what
+        is in them.
         """
         with as_transfer_errors(self.address):
             async with asyncio.timeout(self._options.connect_timeout_s):
@@ -140,8 +142,8 @@ class PeerClient:
                 self.address,
                 peer_seal=peer_seal,
                 our_seal=our_seal,
-                codecs=frozenset({Codec.RAW} if codec == "raw" else {Codec.RAW, Codec.ZSTD}),
-                item_bytes=item_bytes,
+                codecs=CODECS[codec],
+                numbers=numbers,
             )
             with contextlib.closing(stream):
                 yield stream

@@ -1,6 +1,6 @@
-"""How a page's bytes are made smaller for the wire. Lossless: what comes out is what went in.
+"""How a page's bytes are made smaller for the wire: without loss here, with loss in `quantized`.
 
-zstd with byte shuffle: each number is rotated left by its sign bit, so that its exponent lies in one byte;
+zstd with byte shuffle, which gives back what went in: each number is rotated left by its sign bit, so that its exponent lies in one byte;
 the bytes of equal weight of all numbers make one plane; each plane is compressed by itself, or stands
 as it is if that is not longer. Exponents of neighbours are alike and mantissas are not, so one
 plane shrinks to a third and the others stay. Then come the bytes that make no whole number:
@@ -18,7 +18,11 @@ import zstandard
 from numpy.typing import NDArray
 
 from prfaas.errors import ProtocolError
+from prfaas.transport.kv_numbers import PageNumbers
+from prfaas.transport.quantized import dequantize, quantize
 from prfaas.transport.wire import Codec
+
+LOSSLESS = frozenset({Codec.RAW, Codec.ZSTD})
 
 ZSTD_LEVEL = 1
 """Higher ones gain under 1% on KV and cost several times the time."""
@@ -27,16 +31,25 @@ _LENGTH = struct.Struct("<I")
 _UNSIGNED: dict[int, np.dtype[np.unsignedinteger]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
-def encode_page(codec: Codec, page: memoryview | bytes, item_bytes: int) -> memoryview | bytes:
-    """Return `page` encoded; numbers in it are 2 or 4 bytes long."""
-    match codec:
-        case Codec.RAW:
-            return page
-        case Codec.ZSTD:
-            return _encode_planes(page, item_bytes)
+def encode_page(
+    codec: Codec, page: memoryview | bytes, numbers: PageNumbers
+) -> tuple[Codec, memoryview | bytes]:
+    """Return `page` encoded, and in which codec: ZSTD or RAW where `codec` does not fit or shorten it."""
+    if codec not in LOSSLESS:
+        quantized = quantize(codec, page, numbers)
+        if quantized is not None:
+            return codec, quantized
+        codec = Codec.ZSTD
+    if codec is Codec.ZSTD:
+        planes = _encode_planes(page, numbers.item_bytes)
+        if len(planes) < len(page):
+            return codec, planes
+    return Codec.RAW, page
 
 
-def decode_page(codec: Codec, data: bytes, num_bytes: int, item_bytes: int) -> bytes:
+def decode_page(
+    codec: Codec, data: bytes, num_bytes: int, numbers: PageNumbers
+) -> bytes | memoryview:
     """Return the `num_bytes` bytes that `data` stands for; raise ProtocolError if it does not."""
     match codec:
         case Codec.RAW:
@@ -44,7 +57,9 @@ def decode_page(codec: Codec, data: bytes, num_bytes: int, item_bytes: int) -> b
                 raise ProtocolError(f"page of {len(data)} bytes, expected {num_bytes} bytes")
             return data
         case Codec.ZSTD:
-            return _decode_planes(memoryview(data), num_bytes, item_bytes)
+            return _decode_planes(memoryview(data), num_bytes, numbers.item_bytes)
+        case Codec.FP16 | Codec.INT8 | Codec.FP8:
+            return dequantize(codec, data, num_bytes, numbers)
 
 
 def _encode_planes(page: memoryview | bytes, item_bytes: int) -> bytes:

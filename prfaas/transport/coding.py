@@ -7,10 +7,22 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
-from prfaas.transport.codec import decode_page, encode_page
+from prfaas.transport.codec import LOSSLESS, decode_page, encode_page
 from prfaas.transport.codec_choice import CodecChoice
+from prfaas.transport.kv_numbers import KvNumbers
 from prfaas.transport.messages import CodecName
 from prfaas.transport.wire import Codec, Frame
+
+CODECS: dict[CodecName, frozenset[Codec]] = {
+    "raw": frozenset({Codec.RAW}),
+    "zstd": LOSSLESS,
+    "auto": LOSSLESS,
+    "fp16": LOSSLESS | {Codec.FP16},
+    "int8": LOSSLESS | {Codec.INT8},
+    "fp8": LOSSLESS | {Codec.FP8},
+    "auto-lossy": LOSSLESS | {Codec.INT8},
+}
+"""What may cross the link where each was asked for."""
 
 INLINE_BYTES = 32 << 10
 """Up to here a thread costs more than it spares the loop."""
@@ -43,49 +55,51 @@ class _CodecThread:
 class PageEncoder(_CodecThread):
     """Encodes what one stream sends, as its receiver asked for."""
 
-    def __init__(self, name: CodecName, item_bytes: int) -> None:
+    def __init__(self, name: CodecName, numbers: KvNumbers) -> None:
         super().__init__()
-        self._name = name
-        self._item_bytes = item_bytes
-        self._choice = CodecChoice(Codec.ZSTD)
+        self._numbers = numbers
+        self._choice = CodecChoice(name)
 
     def sent(self, num_bytes: int, seconds: float) -> None:
         """Take note of how long the link took for a page."""
         self._choice.sent(num_bytes=num_bytes, seconds=seconds)
 
-    async def encode(self, page: memoryview) -> tuple[Codec, memoryview | bytes]:
-        """Return how the page goes out; one that does not shrink goes as it is."""
-        codec = Codec.RAW
-        if self._name != "raw":
-            codec = Codec.ZSTD if self._name == "zstd" else self._choice.choose()
+    async def encode(self, page: memoryview, group: int) -> tuple[Codec, memoryview | bytes]:
+        """Return how a page of a group goes out; one that does not shrink goes as it is."""
+        numbers = self._numbers.of(group)
+        codec = self._choice.choose(may_lose=numbers.row_items is not None)
         if codec is Codec.RAW:
             return codec, page
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         if len(page) <= INLINE_BYTES:
-            encoded = encode_page(codec, page, self._item_bytes)
+            used, encoded = encode_page(codec, page, numbers)
         else:
-            encoded = await loop.run_in_executor(
-                self._thread(), encode_page, codec, bytes(page), self._item_bytes
+            used, encoded = await loop.run_in_executor(
+                self._thread(), encode_page, codec, bytes(page), numbers
             )
         self._choice.encoded(
-            num_bytes=len(page), num_encoded_bytes=len(encoded), seconds=loop.time() - started_s
+            codec,
+            num_bytes=len(page),
+            num_encoded_bytes=len(encoded),
+            seconds=loop.time() - started_s,
         )
-        return (codec, encoded) if len(encoded) < len(page) else (Codec.RAW, page)
+        return used, encoded if used is not Codec.RAW else page
 
 
 class PageDecoder(_CodecThread):
     """Puts what one stream received encoded into its pages."""
 
-    def __init__(self, item_bytes: int) -> None:
+    def __init__(self, numbers: KvNumbers) -> None:
         super().__init__()
-        self._item_bytes = item_bytes
+        self._numbers = numbers
 
     async def place(self, frame: Frame) -> None:
         """Put an encoded page where it belongs; ProtocolError, and nothing put, if it is damaged."""
         target = frame.target
         assert target is not None, "not encoded"
-        arguments = (frame.header.codec, frame.payload, len(target), self._item_bytes)
+        numbers = self._numbers.of(frame.header.group)
+        arguments = (frame.header.codec, frame.payload, len(target), numbers)
         if len(target) <= INLINE_BYTES:
             target[:] = decode_page(*arguments)
             return

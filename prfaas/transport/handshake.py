@@ -27,11 +27,6 @@ class Identity:
     """Everything that changes bits but not meaning: ISA, libraries, packing, kernels."""
     protocol_version: int = PROTOCOL_VERSION
 
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one number of the KV, by which codecs sort."""
-        return 4 if self.kv_dtype == "float32" else 2
-
     def to_json(self) -> dict[str, str | int]:
         """Return the identity as a JSON object."""
         return asdict(self)

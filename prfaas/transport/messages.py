@@ -25,8 +25,8 @@ from prfaas.types import (
 
 T = TypeVar("T")
 
-CodecName = Literal["raw", "zstd", "auto"]
-"""auto: each page raw or zstd, as the link and the codec make it arrive sooner."""
+CodecName = Literal["raw", "zstd", "auto", "fp16", "int8", "fp8", "auto-lossy"]
+"""auto: each page raw or zstd, as the link and the codec make it arrive sooner; auto-lossy: or int8."""
 CODEC_NAMES: tuple[CodecName, ...] = get_args(CodecName)
 
 MAX_CHOICES = 128

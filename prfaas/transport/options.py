@@ -29,5 +29,5 @@ class TransportOptions:
     tls_ca: str | None = None
     """PEM of who may have signed the other side's certificate: a pd node then reaches its peer by TLS,
     a prefill node demands a certificate of every asker."""
-    kv_codec: Literal["raw", "zstd", "auto"] = "raw"
-    """How pages may be encoded on the wire; a pd node asks for it. All of them are lossless."""
+    kv_codec: Literal["raw", "zstd", "auto", "fp16", "int8", "fp8", "auto-lossy"] = "raw"
+    """How pages may be encoded on the wire; a pd node asks for it. The first three are lossless."""

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from prfaas.transport.kv_numbers import KvNumbers
 from prfaas.transport.messages import CodecName, TransferTotals, encode_totals
 from prfaas.transport.seals import CHECKSUM, FrameSeal
 from prfaas.transport.wire import (
@@ -48,11 +49,11 @@ class Piece:
     is_page: bool = False
 
 
-Encode = Callable[[memoryview], Awaitable[tuple[Codec, memoryview | bytes]]]
-"""How a page goes out: the codec, and the bytes in it."""
+Encode = Callable[[memoryview, int], Awaitable[tuple[Codec, memoryview | bytes]]]
+"""How a page of a group goes out: the codec, and the bytes in it."""
 
 
-async def as_it_is(page: memoryview) -> tuple[Codec, memoryview | bytes]:
+async def as_it_is(page: memoryview, group: int) -> tuple[Codec, memoryview | bytes]:
     """Return the page's own bytes."""
     return Codec.RAW, page
 
@@ -70,13 +71,13 @@ class OutgoingTransfer:
         page_view: PageView,
         capability: str | None = None,
         codec: CodecName = "raw",
-        item_bytes: int = 4,
+        numbers: KvNumbers | None = None,
     ) -> None:
         self.transfer_id = transfer_id
         self.codec = codec
         """What the receiver asked for."""
-        self.item_bytes = item_bytes
-        """Of the numbers in the pages."""
+        self.numbers = numbers or KvNumbers()
+        """What is in the pages."""
         self.capability = capability or secrets.token_hex(CAPABILITY_BYTES)
         """Whoever shows this may open the stream; only the asker is told."""
         self.outcome: str | None = None
@@ -192,7 +193,7 @@ class OutgoingTransfer:
         return None
 
     async def _piece_of(self, place: PagePlace, encode: Encode) -> Piece:
-        codec, payload = await encode(self._page_view(place))
+        codec, payload = await encode(self._page_view(place), place.group)
         header = FrameHeader(
             type=FrameType.PAGE,
             codec=codec,

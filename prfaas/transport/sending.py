@@ -63,7 +63,7 @@ async def _send(
 ) -> None:
     try:
         await port.send(_SWITCHING, b"", lease_s)
-        with PageEncoder(transfer.codec, transfer.item_bytes) as encoder:
+        with PageEncoder(transfer.codec, transfer.numbers) as encoder:
             await _send_pieces(port, transfer, encoder, lease_s, count_sent)
         async with asyncio.timeout(lease_s):
             await transfer.closed()

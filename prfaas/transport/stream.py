@@ -14,6 +14,7 @@ from typing import Any
 from prfaas.errors import ProtocolError, TransferError
 from prfaas.transport.address import PeerAddress, as_transfer_errors
 from prfaas.transport.coding import PageDecoder
+from prfaas.transport.kv_numbers import KvNumbers
 from prfaas.transport.ports import SocketPort, StreamPort, TransportPort
 from prfaas.transport.seals import CHECKSUM, FrameSeal
 from prfaas.transport.wire import (
@@ -45,7 +46,7 @@ class FrameStream:
         peer_seal: FrameSeal = CHECKSUM,
         our_seal: FrameSeal = CHECKSUM,
         codecs: frozenset[Codec] = frozenset({Codec.RAW}),
-        item_bytes: int = 4,
+        numbers: KvNumbers | None = None,
     ) -> None:
         self._port = port
         self._rest = memoryview(rest)
@@ -54,7 +55,7 @@ class FrameStream:
         self._decoder = FrameDecoder(
             allowed=FROM_SENDER, resolve=resolve, seal=peer_seal, codecs=codecs
         )
-        self._pages = PageDecoder(item_bytes)
+        self._pages = PageDecoder(numbers or KvNumbers())
         self._num_unyielded_bytes = 0
 
     def close(self) -> None:

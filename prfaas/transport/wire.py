@@ -52,7 +52,12 @@ class Codec(IntEnum):
 
     RAW = 0
     ZSTD = 1
-    """zstd over shuffled bytes."""
+    """zstd over shuffled bytes; the only one beside RAW that changes nothing."""
+    FP16 = 2
+    INT8 = 3
+    """8-bit integers, a scale for each row."""
+    FP8 = 4
+    """E4M3, a scale for each row."""
 
 
 FROM_SENDER = frozenset(FrameType) - {FrameType.ACK}

@@ -9,6 +9,7 @@ import pytest
 from prfaas.errors import ProtocolError
 from prfaas.transport.address import PeerAddress
 from prfaas.transport.codec import encode_page
+from prfaas.transport.kv_numbers import PageNumbers
 from prfaas.transport.ports import SocketPort
 from prfaas.transport.stream import FrameStream
 from prfaas.transport.wire import Codec, FrameHeader, FrameType, encode_header
@@ -18,6 +19,7 @@ from tests.transport.samples import ASKED, CAPABILITY, asked
 pytestmark = pytest.mark.usefixtures("no_leaks")
 NUM_PAGES = 6
 BOTH = frozenset(Codec)
+FLOATS = PageNumbers(dtype="float32")
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd", "auto"])
@@ -92,12 +94,12 @@ def page_frame(payload: bytes) -> bytes:
 @pytest.mark.parametrize("num_bytes", [4096, 100_000])
 async def test_an_encoded_page_lands_in_its_place(num_bytes):
     page, sent = bytearray(num_bytes), b"abcd" * (num_bytes // 4)
-    await take(page_frame(bytes(encode_page(Codec.ZSTD, sent, 4))), page)
+    await take(page_frame(bytes(encode_page(Codec.ZSTD, sent, FLOATS)[1])), page)
     assert page == sent
 
 
 async def test_a_codec_that_was_not_agreed_on_is_refused():
-    payload = bytes(encode_page(Codec.ZSTD, bytes(4096), 4))
+    payload = bytes(encode_page(Codec.ZSTD, bytes(4096), FLOATS)[1])
     with pytest.raises(ProtocolError, match="not agreed"):
         await take(page_frame(payload), bytearray(4096), frozenset({Codec.RAW}))
 
@@ -105,7 +107,7 @@ async def test_a_codec_that_was_not_agreed_on_is_refused():
 @pytest.mark.parametrize("num_bytes", [4096, 100_000])
 async def test_a_damaged_encoded_page_is_refused_and_puts_nothing(num_bytes):
     page = bytearray(num_bytes)
-    payload = bytes(encode_page(Codec.ZSTD, b"abcd" * (num_bytes // 4), 4))
+    payload = bytes(encode_page(Codec.ZSTD, b"abcd" * (num_bytes // 4), FLOATS)[1])
     with pytest.raises(ProtocolError):
         await take(page_frame(payload[:-3]), page)
     assert not any(page)
@@ -128,6 +130,6 @@ async def test_the_loop_runs_while_a_large_page_is_decoded():
 
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(others())
-        await take(page_frame(bytes(encode_page(Codec.ZSTD, b"abcd" * (2 << 20), 4))), page)
+        await take(page_frame(bytes(encode_page(Codec.ZSTD, b"abcd" * (2 << 20), FLOATS)[1])), page)
         task.cancel()
     assert num_turns > 3
