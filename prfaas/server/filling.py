@@ -17,6 +17,8 @@ from prfaas.server.generation import RunningGeneration
 from prfaas.server.peer import Peer
 from prfaas.server.prefix_finder import PrefixFinder
 from prfaas.server.remote_prefill import RemoteAttempt, RemotePrefiller
+from prfaas.transport.coding import may_lose
+from prfaas.transport.messages import CodecName
 from prfaas.types import Request, RouteName
 
 
@@ -56,14 +58,33 @@ def approximate_salt(salt: bytes, numerics_fingerprint: str) -> bytes:
     return narrowed(salt, b"approximate\0" + numerics_fingerprint.encode())
 
 
+def lossy_salt(salt: bytes, codec: CodecName) -> bytes:
+    """Return the salt under which KV is kept that a lossy codec may have changed.
+
+    All that is received with the setting is kept there, page by page lossy or not: which pages a
+    codec left alone is nothing that anybody could rely on later.
+    """
+    return narrowed(salt, b"codec\0" + codec.encode())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origin:
+    """Where KV comes from, as far as its bits depend on it."""
+
+    salt: bytes
+    """Of its keys."""
+    is_exact: bool
+    """It has this node's own bits."""
+    accept_approximate: bool
+    """The salt names the peer's numerics, which may be others than ours."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """A prefix hit, and whether its KV has this node's own bits."""
+    """A prefix hit, and where its KV comes from."""
 
     table: BlockTable
-    salt: bytes
-    """Of the table's keys."""
-    is_exact: bool
+    origin: _Origin
 
 
 class PromptFiller:
@@ -79,6 +100,7 @@ class PromptFiller:
         clock: Clock,
         peer: Peer | None,
         prefiller: RemotePrefiller | None,
+        codec: CodecName = "raw",
     ) -> None:
         self._cache = cache
         self._finder = finder
@@ -87,6 +109,7 @@ class PromptFiller:
         self._clock = clock
         self._peer = peer
         self._prefiller = prefiller
+        self._codec = codec
 
     async def fill(
         self,
@@ -102,7 +125,7 @@ class PromptFiller:
 
         Returns:
             The salt of the table's keys: what the engine adds belongs under it, too. KV that builds
-            on a peer's approximate KV is approximate, whoever computed it.
+            on KV that is not exact is not either, whoever computed it.
         """
         prefix = await self._look_up(generation.request)
         hold.take(prefix.table)
@@ -112,7 +135,7 @@ class PromptFiller:
         record.predicted_ttft_s = route.predicted_ttft_s
         if route.name == "local":
             self._count_hit(generation, prefix, num_remote=0)
-            return prefix.salt
+            return prefix.origin.salt
         is_forced = force_route is not None
         return await self._fill_remotely(generation, hold, prefix, want_logits, is_forced)
 
@@ -124,30 +147,45 @@ class PromptFiller:
         record.tokens_remote = num_remote
         record.tokens_reused = hit_tokens - num_remote
         record.tokens_local = record.prompt_tokens - hit_tokens
-        record.exact = record.exact and prefix.is_exact
+        record.exact = record.exact and prefix.origin.is_exact
 
     async def _look_up(self, request: Request) -> _Prefix:
-        """Return the longer of the hits in this node's own KV and in an approximate peer's."""
-        exact = await self._look_up_exact(request)
-        peer = self._peer
-        if peer is None or peer.is_exact:
-            return exact
+        """Return the longer of the hits in this node's own KV and in what came from the peer."""
+        own = await self._look_up_own(request)
+        received = self._received(request)
+        if received is None or received.is_exact:
+            return own
         with TableHold() as hold:
-            hold.take(exact.table)
-            approximate = await self._look_up_approximate(request, peer)
-            if approximate.table.hit_tokens > exact.table.hit_tokens:
-                return approximate
-            approximate.table.release()
+            hold.take(own.table)
+            other = await self._look_up_from(request, received)
+            if other.table.hit_tokens > own.table.hit_tokens:
+                return other
+            other.table.release()
             hold.hand_over()
-            return exact
+            return own
 
-    async def _look_up_exact(self, request: Request) -> _Prefix:
-        table = await self._finder.find(request.prompt_tokens, request.cache_salt)
-        return _Prefix(table, request.cache_salt, True)
+    async def _look_up_own(self, request: Request) -> _Prefix:
+        own = _Origin(salt=request.cache_salt, is_exact=True, accept_approximate=False)
+        return await self._look_up_from(request, own)
 
-    async def _look_up_approximate(self, request: Request, peer: Peer) -> _Prefix:
-        salt = approximate_salt(request.cache_salt, peer.numerics_fingerprint)
-        return _Prefix(await self._finder.find(request.prompt_tokens, salt), salt, False)
+    async def _look_up_from(self, request: Request, origin: _Origin) -> _Prefix:
+        return _Prefix(await self._finder.find(request.prompt_tokens, origin.salt), origin)
+
+    def _received(self, request: Request) -> _Origin | None:
+        """Return the origin of what the peer sends, None without a peer."""
+        peer = self._peer
+        if peer is None:
+            return None
+        salt, is_lossy = request.cache_salt, may_lose(self._codec)
+        if not peer.is_exact:
+            salt = approximate_salt(salt, peer.numerics_fingerprint)
+        if is_lossy:
+            salt = lossy_salt(salt, self._codec)
+        return _Origin(
+            salt=salt,
+            is_exact=peer.is_exact and not is_lossy,
+            accept_approximate=not peer.is_exact,
+        )
 
     def _local_view(self) -> LocalView:
         load = self._engine.load()
@@ -212,10 +250,10 @@ class PromptFiller:
         self, request: Request, hold: TableHold, prefix: _Prefix, want_logits: bool
     ) -> RemoteAttempt | None:
         """Reserve pages for all of the prompt; None if the pool has no room for them."""
-        peer = self._peer
-        assert peer is not None, "routed to a peer without one"
-        if prefix.is_exact and not peer.is_exact:
-            prefix = await self._look_up_approximate(request, peer)
+        received = self._received(request)
+        assert received is not None, "routed to a peer without one"
+        if prefix.origin.is_exact and not received.is_exact:
+            prefix = await self._look_up_from(request, received)
             hold.take(prefix.table)
         num_tokens = len(request.prompt_tokens)
         if not prefix.table.try_reserve(num_tokens):
@@ -224,8 +262,9 @@ class PromptFiller:
         return RemoteAttempt(
             request=request,
             table=prefix.table,
-            salt=prefix.salt,
-            is_exact=prefix.is_exact,
+            salt=prefix.origin.salt,
+            is_exact=prefix.origin.is_exact,
+            accept_approximate=prefix.origin.accept_approximate,
             want_logits=want_logits,
             local_estimate_s=self._local_view().ttft_s(num_tokens=uncached_tokens),
         )
@@ -248,4 +287,4 @@ class PromptFiller:
         base_tokens = salvaged.table.hit_tokens if attempt is None else attempt.base_tokens
         num_remote = max(0, salvaged.table.hit_tokens - base_tokens)
         self._count_hit(generation, salvaged, num_remote=num_remote)
-        return salvaged.salt
+        return salvaged.origin.salt

@@ -145,6 +145,7 @@ class PdNode:
             clock=self._clock,
             peer=self.peer,
             prefiller=prefiller,
+            codec=self._options.kv_codec,
         )
 
     def drain(self) -> None:

@@ -39,8 +39,12 @@ class RemoteAttempt:
     """As it is sent: a peer keeps its pages under its own numerics."""
     table: BlockTable
     salt: bytes
-    """Of the table's keys: the request's, or one that names the numerics of an approximate peer."""
+    """Of the table's keys: the request's, or one that names an approximate peer's numerics, a lossy codec
+    or both."""
     is_exact: bool
+    """What arrives has this node's own bits."""
+    accept_approximate: bool
+    """The peer's numerics may be others than ours: the salt names them."""
     want_logits: bool
     local_estimate_s: float | None
     """Seconds that a local prefill would take; None is unknown."""
@@ -142,7 +146,7 @@ class RemotePrefiller:
                 TransferRequest(
                     transfer_id=attempt.transfer_id,
                     identity=self._identity,
-                    accept_approximate=not attempt.is_exact,
+                    accept_approximate=attempt.accept_approximate,
                     request=attempt.request,
                     have_tokens=attempt.table.hit_tokens,
                     want_logits=attempt.want_logits,

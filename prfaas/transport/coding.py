@@ -24,6 +24,12 @@ CODECS: dict[CodecName, frozenset[Codec]] = {
 }
 """What may cross the link where each was asked for."""
 
+
+def may_lose(name: CodecName) -> bool:
+    """Return whether pages may arrive a little different where this was asked for."""
+    return not CODECS[name] <= LOSSLESS
+
+
 INLINE_BYTES = 32 << 10
 """Up to here a thread costs more than it spares the loop."""
 
