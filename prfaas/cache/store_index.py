@@ -21,6 +21,7 @@ MAX_KEY_BYTES = 128
 
 _GROUP = struct.Struct(">H")
 _VALUE = struct.Struct("<IQIQd17p")
+"""`store_load` reads it, too."""
 _CHECK_BYTES = 8
 _BATCH = 1000
 _MAP_BYTES = 1 << 36
@@ -73,7 +74,9 @@ def unpack(name: bytes, value: bytes) -> Record | None:
     return Record._make(_VALUE.unpack_from(value)) if is_sound(name, value) else None
 
 
-def open_index(path: Path, *, readonly: bool = False) -> lmdb.Environment:
+def open_index(
+    path: Path, *, readonly: bool = False, syncs_commits: bool = True
+) -> lmdb.Environment:
     """Return the LMDB environment in the one file `path`; raises lmdb.Error.
 
     Commits are synced, all but their last page flip: a power cut may undo the last one, no more.
@@ -85,6 +88,7 @@ def open_index(path: Path, *, readonly: bool = False) -> lmdb.Environment:
         readonly=readonly,
         create=not readonly,
         mode=0o600,
+        sync=syncs_commits,
         metasync=False,
         writemap=False,  # with it, a full disk kills the process
         lock=False,  # its file is a written map, with the same end; `Index` guards its readers
@@ -159,16 +163,12 @@ class Index:
 
     def records(self) -> Iterator[tuple[PageKey, Record]]:
         """Yield every whole entry in the order of keys; what changes meanwhile may be missed."""
-        return ((decode_key(name), record) for name, record in self.entries())
-
-    def entries(self) -> Iterator[tuple[bytes, Record]]:
-        """Yield what `records` does, by encoded key."""
         start = b""
         while batch := self._some_from(start):
             for name, value in batch:
                 record = unpack(name, value)
                 if record is not None:
-                    yield name, record
+                    yield decode_key(name), record
             start = batch[-1][0] + b"\0"
 
     def _some_from(self, start: bytes) -> list[tuple[bytes, bytes]]:

@@ -40,16 +40,10 @@ def open_records(
 def _opened(
     directory: CacheDirectory, path: Path, identity: str, options: StoreOptions, wall: Clock
 ) -> Records:
-    while True:
-        try:
-            renew_index(path)
-            break
-        except NoRoom as error:
-            if not _remove_one_segment(path):
-                raise ConfigError(f"no room for the index of {path}: {error}") from error
     records = Records(
         path,
         options,
+        entries=_renewed(path),
         wall=wall,
         free_others=partial(_free_others, directory, identity, options, wall),
     )
@@ -62,6 +56,15 @@ def _opened(
         other_bytes=stats.other_bytes,
     )
     return records
+
+
+def _renewed(path: Path) -> bytes:
+    while True:
+        try:
+            return renew_index(path)
+        except NoRoom as error:
+            if not _remove_one_segment(path):
+                raise ConfigError(f"no room for the index of {path}: {error}") from error
 
 
 def _remove_one_segment(path: Path) -> bool:

@@ -30,8 +30,8 @@ from prfaas.log import get_logger
 class Records:
     """Records by key, on disk. Reads may come from any thread, changes take turns.
 
-    Open it on a directory that no other process uses and whose index was just renewed; raises
-    StoreError and OSError.
+    Open it on a directory that no other process uses and whose index was just renewed, with what
+    `renew_index` returned; raises StoreError and OSError.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Records:
         directory: Path,
         options: StoreOptions,
         *,
+        entries: bytes,
         wall: Clock,
         free_others: Callable[[int], int] = lambda _needed: 0,
     ) -> None:
@@ -60,7 +61,7 @@ class Records:
             self._files.close()
             raise
         try:
-            loaded = load(self._files, self._index, wall(), zero=self._zeroing.exists())
+            loaded = load(self._files, entries, wall(), zero=self._zeroing.exists())
             self._zeroing.unlink(missing_ok=True)
             self._where, self._account = loaded.where, loaded.account
             self._stale = loaded.stale
@@ -85,6 +86,16 @@ class Records:
         """Return whether a record has this key. Takes no lock and touches no disk."""
         segment = self._where.get(key)
         return segment is not None and (self._ttl_s is None or not self._is_expired(segment))
+
+    def num_known(self, group: int, keys: Sequence[bytes]) -> int:
+        """Return how many blocks of a group are `known` before the first that is not."""
+        where, known = self._where, self.known
+        is_kept_forever = self._ttl_s is None
+        for number, block_key in enumerate(keys):
+            key = (group, block_key)
+            if key not in where or not (is_kept_forever or known(key)):
+                return number
+        return len(keys)
 
     def _is_expired(self, segment: Segment) -> bool:
         return self._ttl_s is not None and self._wall() >= segment.created_s + self._ttl_s

@@ -1,17 +1,22 @@
 """A child process reads the index that was found and writes it anew.
 
 LMDB maps its file: one that was cut or scrambled may kill whoever reads it. So a child goes first,
-checks each entry, and copies the good ones into a fresh file, which is the only one that this
-process maps. If the child fails or dies, the index is not used.
+checks each entry, copies the good ones into a fresh file, which is the only one that this process
+maps, and says on its standard output what they are. If the child fails or dies, the index is not
+used.
 """
 
 import os
 import resource
 import signal
 import stat
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import lmdb
 
@@ -24,7 +29,11 @@ _SCAN_TIMEOUT_S = 900.0
 _BATCH = 10_000
 _LEAST_FREE_BYTES = 4 << 20
 _DAMAGED, _NO_ROOM, _FAILED = 3, 4, 5
+_HEADER = struct.Struct("<II")
+"""Bytes of each name, and of all that follows: names, each with its value behind it."""
 
+Entries = list[tuple[bytes, bytes]]
+"""Names with their values, as the index has them."""
 
 _FATAL_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
 """What reading a broken map ends with; any other signal came from outside and says nothing."""
@@ -41,8 +50,10 @@ class DamagedIndex(StoreError):
 _KINDS: dict[int, type[StoreError]] = {_DAMAGED: DamagedIndex, _NO_ROOM: NoRoom}
 
 
-def renew_index(directory: Path) -> None:
+def renew_index(directory: Path) -> bytes:
     """Replace the index in `directory`, if there is one, by a whole copy of its good entries.
+
+    Returns them as `tables` reads them.
 
     Raises:
         NoRoom, DamagedIndex: as they say.
@@ -53,19 +64,30 @@ def renew_index(directory: Path) -> None:
     try:
         found = source.lstat()
     except FileNotFoundError:
-        return
+        return b""
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         raise DamagedIndex(f"{source} is not a plain file of this user")
-    _run_child(source, target)
+    entries = _run_child(source, target)
     target.replace(source)
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    return entries
 
 
-def _run_child(source: Path, target: Path) -> None:
+def tables(entries: bytes) -> Iterator[tuple[int, memoryview]]:
+    """Yield runs of entries whose names are equally long: bytes of a name, names with values."""
+    rest = memoryview(entries)
+    while rest:
+        name_bytes, num_bytes = _HEADER.unpack_from(rest)
+        stop = _HEADER.size + num_bytes
+        yield name_bytes, rest[_HEADER.size : stop]
+        rest = rest[stop:]
+
+
+def _run_child(source: Path, target: Path) -> bytes:
     package_root = str(Path(__file__).parents[2])
     search_path = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
@@ -73,8 +95,7 @@ def _run_child(source: Path, target: Path) -> None:
             [sys.executable, "-P", "-m", __spec__.name, str(source), str(target)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path)},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             timeout=_SCAN_TIMEOUT_S,
             check=False,
         )
@@ -87,10 +108,11 @@ def _run_child(source: Path, target: Path) -> None:
         lines = child.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
         kind = _KINDS.get(child.returncode, StoreError)
         raise kind(f"the index was not renewed: {lines[-1]}")
+    return child.stdout
 
 
-def copy_index(source: Path, target: Path) -> None:
-    """Write every good entry of one index into a new one.
+def copy_index(source: Path, target: Path, listing: BinaryIO) -> None:
+    """Write every good entry of one index into a new one, synced, and into a stream for `tables`.
 
     Raises:
         NoRoom: the disk is full.
@@ -100,11 +122,11 @@ def copy_index(source: Path, target: Path) -> None:
     """
     with (
         open_index(source, readonly=True) as old,
-        open_index(target) as new,
+        open_index(target, syncs_commits=False) as new,
         old.begin() as reading,
         reading.cursor() as cursor,
     ):
-        batch: list[tuple[bytes, bytes]] = []
+        batch: Entries = []
         last = b""
         for name, value in cursor:
             if name <= last:  # a cycle would never end
@@ -114,15 +136,28 @@ def copy_index(source: Path, target: Path) -> None:
                 batch.append((name, value))
             if len(batch) == _BATCH:
                 _append(new, batch)
+                _list(batch, listing)
                 batch = []
         _append(new, batch)
+        _list(batch, listing)
+        with _written(new):
+            new.sync(force=True)
 
 
-def _append(environment: lmdb.Environment, batch: list[tuple[bytes, bytes]]) -> None:
+def _append(environment: lmdb.Environment, batch: Entries) -> None:
+    with (
+        _written(environment),
+        environment.begin(write=True) as transaction,
+        transaction.cursor() as cursor,
+    ):
+        cursor.putmulti(batch, append=True)
+
+
+@contextmanager
+def _written(environment: lmdb.Environment) -> Iterator[None]:
+    """Say why it could not be written to."""
     try:
-        with environment.begin(write=True) as transaction, transaction.cursor() as cursor:
-            cursor.putmulti(batch, append=True)
-        environment.sync(force=True)
+        yield
     except lmdb.Error as error:
         # LMDB calls a write that was cut short by a full disk an input/output error.
         is_full = isinstance(error, lmdb.DiskError) or _free_bytes(environment) < _LEAST_FREE_BYTES
@@ -134,13 +169,23 @@ def _free_bytes(environment: lmdb.Environment) -> int:
     return status.f_bavail * status.f_frsize
 
 
+def _list(batch: Entries, listing: BinaryIO) -> None:
+    by_length: dict[int, list[bytes]] = {}
+    for name, value in batch:
+        by_length.setdefault(len(name), []).append(name + value)
+    for name_bytes, rows in by_length.items():
+        table = b"".join(rows)
+        listing.write(_HEADER.pack(name_bytes, len(table)) + table)
+
+
 def main(argv: list[str]) -> int:
-    """Copy the index named first to the second; return the exit status."""
+    """Copy the index named first to the second, write out its entries; return the exit status."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # dying here is part of the plan
     status: int
     reason: Exception
     try:
-        copy_index(Path(argv[0]), Path(argv[1]))
+        copy_index(Path(argv[0]), Path(argv[1]), sys.stdout.buffer)
+        sys.stdout.buffer.flush()
     except (NoRoom, lmdb.DiskError) as error:
         status, reason = _NO_ROOM, error
     except DamagedIndex as error:

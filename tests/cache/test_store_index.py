@@ -4,13 +4,14 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from io import BytesIO
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.cache.store_index import Index, Record, decode_key, encode_key, open_index, pack, unpack
-from prfaas.cache.store_scan import DamagedIndex, copy_index, main, renew_index
+from prfaas.cache.store_scan import DamagedIndex, copy_index, main, renew_index, tables
 from prfaas.errors import StoreError
 from tests.cache.stores import key_of
 
@@ -131,10 +132,20 @@ def test_a_copy_holds_the_sound_entries_and_no_others(tmp_path):
     ):
         transaction.put(encode_key(key_of(5)), b"nonsense")
         transaction.put(b"x", b"")
-    copy_index(tmp_path / "index.mdb", tmp_path / "copy.mdb")
+        transaction.put(encode_key((7, b"short")), pack(encode_key((7, b"short")), record(1)))
+    listing = BytesIO()
+    copy_index(tmp_path / "index.mdb", tmp_path / "copy.mdb", listing)
+    expected = {key_of(n): record(n) for n in range(3000) if n != 5} | {(7, b"short"): record(1)}
     copy = Index(tmp_path / "copy.mdb")
-    assert dict(copy.records()) == {key_of(n): record(n) for n in range(3000) if n != 5}
+    assert dict(copy.records()) == expected
     copy.close()
+    told = {}
+    for name_bytes, table in tables(listing.getvalue()):
+        row_bytes = name_bytes + len(pack(b"", record(0)))
+        for start in range(0, len(table), row_bytes):
+            row = bytes(table[start : start + row_bytes])
+            told[decode_key(row[:name_bytes])] = unpack(row[:name_bytes], row[name_bytes:])
+    assert told == expected
 
 
 def test_the_child_says_what_is_wrong_by_its_status(tmp_path, capfd):
@@ -146,7 +157,7 @@ def test_the_child_says_what_is_wrong_by_its_status(tmp_path, capfd):
 
 
 def test_no_index_needs_no_renewal(tmp_path):
-    renew_index(tmp_path)
+    assert renew_index(tmp_path) == b""
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,20 @@ def observed(step: str, look: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+def _copied_here(source: Path, target: Path) -> bytes:
+    """What a child does, without one."""
+    listing = BytesIO()
+    store_scan.copy_index(source, target, listing)
+    return listing.getvalue()
+
+
 class StoreMachine(RuleBasedStateMachine):
     """`put_ever` says what may be found under a key, `stored` what must be unless it was evicted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(store_scan, "_run_child", store_scan.copy_index)
+        self.patch.setattr(store_scan, "_run_child", _copied_here)
         self.root = Path(tempfile.mkdtemp())
         self.num_directories = 0
         self.wall = Hand()
