@@ -89,6 +89,11 @@ class BlockTable:
         """
         return self._pool.view(page)
 
+    @property
+    def arena(self) -> memoryview:
+        """All pages of the pool in one buffer, to read those that are held without a call for each."""
+        return self._pool.arena
+
     def try_allocate(self, group: int, block: int) -> tuple[int, ...] | None:
         """Return the block's pages, new ones if it was not held, or None if none can be freed."""
         with self._pool.lock:

@@ -140,14 +140,47 @@ class LayerKv:
                 capacity.
         """
         page = self._page(num_tokens, data)
+        self._begin_at(start)
+        for room_HTK, page_HTK in zip(self._room(start, num_tokens), page, strict=True):
+            room_HTK[:] = page_HTK
+        self._end_tokens = max(self._end_tokens, start + num_tokens)
+
+    def gather(self, start: int, tokens_per_page: int, pages_PN: Tensor, numbers_B: Tensor) -> None:
+        """Read pages that follow each other from position `start` on, as read_from reads each.
+
+        One call copies a head of all pages, on torch's threads.
+
+        Args:
+            start: position of the first page's first token.
+            tokens_per_page: the same in each.
+            pages_PN: the pages there are, on the CPU; of each row the first numbers count.
+            numbers_B: which rows.
+
+        Raises:
+            ValueError: the tokens lie before the window or beyond the capacity.
+        """
+        end = start + len(numbers_B) * tokens_per_page
+        self._begin_at(start)
+        self._room(start, end - start)
+        first = 0
+        for buffer_HCK in self.buffers:
+            size = tokens_per_page * buffer_HCK.shape[2]
+            for room_TK in buffer_HCK[:, start - self.base_tokens : end - self.base_tokens]:
+                head_PN, room_BN = pages_PN[:, first : first + size], room_TK.view(-1, size)
+                if room_BN.is_cpu:
+                    torch.index_select(head_PN, 0, numbers_B, out=room_BN)
+                else:
+                    room_BN.copy_(head_PN[numbers_B])
+                first += size
+        self._end_tokens = max(self._end_tokens, end)
+
+    def _begin_at(self, start: int) -> None:
+        """Be ready for imported tokens from `start` on; the first decide where a window begins."""
         if self._end_tokens == 0:
             self._hold(self.buffers, self._first_kept(start))
             self._finite_tokens = self.base_tokens
         if start < self.base_tokens:
             raise ValueError(f"token {start} lies before the first kept, {self.base_tokens}")
-        for room_HTK, page_HTK in zip(self._room(start, num_tokens), page, strict=True):
-            room_HTK[:] = page_HTK
-        self._end_tokens = max(self._end_tokens, start + num_tokens)
 
     def _page(self, num_tokens: int, data: memoryview) -> list[Copied]:
         """Return the page's part of each buffer, [H, T, K]; views of `data`."""

@@ -85,32 +85,6 @@ class BlockCopy:
         return self.table.view(self.pages[index])[:size]
 
 
-def load_pages(
-    kv: SequenceKv, table: BlockTable, layout: CacheLayout, *, stored_tokens: int, num_tokens: int
-) -> None:
-    """Make `kv` hold the first `num_tokens` of the `stored_tokens` tokens that the pages hold.
-
-    In a model with states the pages must hold one at exactly `num_tokens`.
-    """
-    for group, spec in enumerate(layout.groups):
-        for block in held_blocks(spec, num_tokens, layout.block_tokens):
-            pages = table.pages(group, block)
-            assert pages is not None, f"{spec.name} block {block} is not here"
-            in_block = min(layout.block_tokens, stored_tokens - block * layout.block_tokens)
-            copy = BlockCopy(
-                kv=kv,
-                table=table,
-                layout=layout,
-                group=group,
-                block=block,
-                num_tokens=in_block,
-                pages=pages,
-            )
-            copy.read_all()
-    if num_tokens:
-        kv.set_num_tokens(num_tokens)
-
-
 def drop_private_pages(table: BlockTable, layout: CacheLayout) -> None:
     """Let go of what only this table holds, once it is in a working copy, in a model with states.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from copy import copy
 
 import torch
+from torch import Tensor
 
 from prfaas.engine.chunk_grid import exported_state_bytes
 from prfaas.engine.kv import CPU, LayerKv, attention_of, layer_capacity
@@ -130,6 +131,27 @@ class SequenceKv:
             ValueError: `data` has another size, or the block lies before the window.
         """
         self.kv_of(layer).read_from(block * self.block_tokens, num_tokens, data)
+
+    def import_blocks(
+        self, layer: int, first_block: int, arena: memoryview, page_bytes: int, pages_B: Tensor
+    ) -> None:
+        """Read whole blocks that follow each other, as `import_block` reads each.
+
+        Args:
+            layer: an attention layer.
+            first_block: the others come after it.
+            arena: pages of equal size.
+            page_bytes: of each; may be more than a block of the layer takes.
+            pages_B: the number of each block's page, on the CPU.
+
+        Raises:
+            ValueError: the first block lies before the window.
+        """
+        kv = self.kv_of(layer)
+        pages_PN = torch.frombuffer(arena[:], dtype=kv.dtype).view(
+            -1, page_bytes // kv.dtype.itemsize
+        )
+        kv.gather(first_block * self.block_tokens, self.block_tokens, pages_PN, pages_B)
 
     def set_num_tokens(self, num_tokens: int) -> None:
         """Declare that every layer holds what it needs to go on at `num_tokens`; void the rest.

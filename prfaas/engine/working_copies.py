@@ -1,9 +1,13 @@
 """Working copies of running sequences: filled from pages, and put back into pages."""
 
+from typing import TYPE_CHECKING
+
 from prfaas.cache.prefix import PrefixCache
-from prfaas.engine.model import Model
-from prfaas.engine.pages import drop_private_pages, load_pages, save_pages
+from prfaas.engine.pages import drop_private_pages, save_pages
 from prfaas.engine.sequence import SequenceState
+
+if TYPE_CHECKING:
+    from prfaas.engine.model import Model
 
 
 class WorkingCopies:
@@ -14,7 +18,7 @@ class WorkingCopies:
         cache: of the model's layout.
     """
 
-    def __init__(self, model: Model, cache: PrefixCache) -> None:
+    def __init__(self, model: "Model", cache: PrefixCache) -> None:
         self._model = model
         self._cache = cache
 
@@ -24,15 +28,22 @@ class WorkingCopies:
         sequence.kv = self._model.new_kv(
             capacity_tokens=capacity_tokens, block_tokens=layout.block_tokens
         )
+        self.load(sequence)
+        if sequence.owner.submission.sink is None:
+            drop_private_pages(sequence.table, layout)
+
+    def load(self, sequence: SequenceState) -> None:
+        """Fill a new working copy from the sequence's pages."""
+        from prfaas.engine.page_loading import load_pages  # loads torch
+
+        assert sequence.kv is not None
         load_pages(
             sequence.kv,
             sequence.table,
-            layout,
+            self._cache.layout,
             stored_tokens=sequence.stored_tokens,
             num_tokens=sequence.resume_tokens,
         )
-        if sequence.owner.submission.sink is None:
-            drop_private_pages(sequence.table, layout)
 
     def fork(self, prompt: SequenceState, choice: SequenceState, capacity_tokens: int) -> None:
         """Give `choice`, which has computed as much as `prompt`, a copy of its working copy."""

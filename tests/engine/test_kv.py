@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -262,6 +263,44 @@ def test_pages_of_any_widths_hold_keys_then_values(
         expected = rows[-1][seen, :, : values.shape[-1]]
         assert np.array_equal(values.numpy(), expected.swapaxes(0, 1))
         assert layer.span.first_key == layer.base_tokens
+
+
+@given(num_blocks=st.integers(1, 30), data=st.data())
+@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize("spec", [MIMO, LATENT, LAYERS[FULL]])
+def test_gathered_pages_give_what_they_give_one_by_one(
+    spec: AttentionSpec, num_blocks: int, data: st.DataObject
+) -> None:
+    """Wherever they lie, in pages that are longer than theirs."""
+    size, page_size = BLOCK_TOKENS * spec.values_per_token, 2000
+    numbers = data.draw(st.permutations(range(num_blocks + 3)))[:num_blocks]
+    pages = np.random.default_rng(1).random((num_blocks + 3, page_size), dtype=np.float32)
+    num_tokens = num_blocks * BLOCK_TOKENS
+    first = (num_tokens - spec.kept_tokens(num_tokens)) // BLOCK_TOKENS
+    gathered, read = (LayerKv(spec, num_tokens + 9, BLOCK_TOKENS) for _ in range(2))
+    for layer in (gathered, read):
+        for buffer in layer.buffers:
+            buffer.fill_(float("nan"))
+    gathered.gather(
+        first * BLOCK_TOKENS, BLOCK_TOKENS, torch.from_numpy(pages), torch.tensor(numbers[first:])
+    )
+    for block, number in enumerate(numbers[first:], first):
+        read.read_from(block * BLOCK_TOKENS, BLOCK_TOKENS, pages[number, :size].data)
+    assert gathered.base_tokens == read.base_tokens
+    for layer in (gathered, read):
+        layer.truncate(num_tokens)
+    seen = -(-num_tokens // KEY_BLOCK) * KEY_BLOCK - gathered.base_tokens
+    for left, right in zip(gathered.buffers, read.buffers, strict=True):
+        assert left[:, :seen].isfinite().all()
+        assert torch.equal(left[:, :seen], right[:, :seen])
+
+
+def test_what_cannot_be_gathered_is_an_error() -> None:
+    pages_PN, numbers_B = torch.zeros(4, 512), torch.arange(4)
+    with pytest.raises(ValueError, match="before the first kept"):
+        filled(300, 3000).kv_of(WINDOW).gather(0, BLOCK_TOKENS, pages_PN, numbers_B)
+    with pytest.raises(ValueError, match="in a sequence of 128"):
+        new_kv(60).kv_of(FULL).gather(96, BLOCK_TOKENS, pages_PN, numbers_B)
 
 
 def test_a_latent_is_held_once() -> None:

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from prfaas.cache.block_table import BlockTable
 from prfaas.cache.spec import CacheLayout, StateSpec, replay_boundary
 from prfaas.engine.model import Model, Segment
+from prfaas.engine.page_loading import load_pages
 from prfaas.engine.pages import (
     BlockWrite,
     drop_private_pages,
-    load_pages,
     plan_snapshots,
     plan_writes,
     save_pages,
