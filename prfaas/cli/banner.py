@@ -14,7 +14,7 @@ def banner(
     # A pd node's certificate is the one it shows to its peer; its own port speaks plain HTTP.
     is_tls = config.role == "prefill" and config.transport.tls_cert is not None
     rows = {
-        "model": f"{model}, {config.engine.weight_dtype} weights on {config.engine.device}",
+        "model": f"{model}, {_engine(config)}",
         "address": f"{'https' if is_tls else 'http'}://{host}:{config.http.port}",
         "routes": ", ".join(route for route in routes if not route.startswith("*")),
     }
@@ -30,3 +30,10 @@ def banner(
     lines = [f"prfaas {__version__}, role {config.role}, is ready"]
     lines += [f"  {label:<9} {value}" for label, value in rows.items()]
     return "\n".join(lines)
+
+
+def _engine(config: NodeConfig) -> str:
+    if config.engine.kind == "replay":
+        replay = config.replay
+        return f"replayed at {replay.speed:g} x speed with {replay.bytes_scale:g} of its KV bytes"
+    return f"{config.engine.weight_dtype} weights on {config.engine.device}"

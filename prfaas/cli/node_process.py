@@ -31,7 +31,7 @@ def run_node(config: NodeConfig) -> None:
         template = getattr(node, "chat_template", None)  # only nodes that serve the API have one
         text = banner(
             config,
-            model=served_name(config.model),
+            model=served_name(config),
             routes=routes,
             is_plain_template=template is not None and template.is_plain,
         )

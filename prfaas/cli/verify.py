@@ -12,11 +12,11 @@ from prfaas.cli.serve import limit_threads
 from prfaas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from prfaas.server.verify import VerifyCase
+    from prfaas.server.verify import VerifyCase, VerifyReport
 
 
 @click.command(short_help="Compare a peer's prefill with our own, bit by bit.")
-@node_options(sections=("model", "engine", "cache", "transport"))
+@node_options(sections=("model", "engine", "replay", "cache", "transport"))
 @click.option(
     "--prompt-tokens",
     type=click.IntRange(min=1),
@@ -31,7 +31,8 @@ def verify(
     """Load the model here, and compare answers prefilled here with answers prefilled by --peer.
 
     Prompts of many lengths, greedy and seeded: without any cache, then with the caches of both
-    sides. The status is 0 if all tokens and the first logits agree in every bit.
+    sides. The status is 0 if all tokens and the first logits agree in every bit; with a lossy
+    --kv-codec, whose differences are told, if every answer came the way it was asked for.
     """
     config = config_from(config_path, flags | {"role": "pd"}, listens=False)
     if config.transport.peer is None:
@@ -59,10 +60,27 @@ def verify(
     if as_json:
         click.echo(json.dumps(report.to_json()))
     else:
-        verdict = "equal" if report.tokens_equal and report.bits_equal else "NOT equal"
-        click.echo(f"local and remote answers are {verdict}")
-    if not (report.tokens_equal and report.bits_equal):
+        click.echo(verdict(report))
+    if not report.has_passed:
         raise click.exceptions.Exit(1)
+
+
+def verdict(report: "VerifyReport") -> str:
+    """Return the line about all cases."""
+    if report.tokens_equal and report.bits_equal:
+        line = "local and remote answers are equal"
+    else:
+        line = "local and remote answers are NOT equal"
+    if not report.exact:
+        difference = report.max_logit_difference
+        logits = (
+            "no logits to compare" if difference is None else f"logits by up to {difference:.3g}"
+        )
+        line += (
+            f" (codec {report.codec}, exact: false): {logits}, "
+            f"{report.greedy_agreement:.1%} of the greedy tokens before the first that differs"
+        )
+    return line
 
 
 def describe(case: "VerifyCase") -> str:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from prfaas.cache.options import CacheOptions
 from prfaas.engine.options import EngineOptions
+from prfaas.engine.replay_options import ReplayOptions
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.transport.options import TransportOptions
 
@@ -60,6 +61,7 @@ class NodeConfig:
     model: ModelOptions = field(default_factory=ModelOptions)
     http: HttpOptions = field(default_factory=HttpOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
+    replay: ReplayOptions = field(default_factory=ReplayOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     transport: TransportOptions = field(default_factory=TransportOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)

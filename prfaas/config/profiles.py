@@ -11,6 +11,8 @@ from typing import cast, get_args
 
 from prfaas.config.model_file import KV_DTYPES, as_kv_dtype, kv_curve, read_model
 from prfaas.config.tables import Table, read_toml
+from prfaas.engine.mixer_spec import KvDtype
+from prfaas.engine.model_spec import ModelSpec
 from prfaas.scheduler.curves import CubicCurve, Curve, LinearCurve, PolynomialCurve
 from prfaas.scheduler.profile import Cost, DecodeProfile, Profile, Provenance
 
@@ -46,6 +48,16 @@ def read_profile(path: Path) -> Profile:
     )
     top.finish()
     return profile
+
+
+def read_kv_model(path: Path) -> tuple[ModelSpec, KvDtype] | None:
+    """Return the model that a profile's [kv] names, and the dtype of its KV; None if it has a table.
+
+    Raises:
+        ConfigError: as read_profile.
+    """
+    table = read_toml(path).table("kv")
+    return _kv_model(table) if "model" in table else None
 
 
 def _provenance(table: Table) -> Provenance:
@@ -85,9 +97,7 @@ def _prefill(table: Table) -> Curve:
 
 def _kv(table: Table) -> LinearCurve:
     if "model" in table:
-        model = read_model(table.file("model"))
-        kv_dtype = as_kv_dtype(table.choice("kv_dtype", KV_DTYPES, "bfloat16"))
-        curve = kv_curve(model, kv_dtype)
+        curve = kv_curve(*_kv_model(table))
     else:
         try:
             curve = LinearCurve(
@@ -98,6 +108,11 @@ def _kv(table: Table) -> LinearCurve:
             raise table.error("bytes", error) from None
     table.finish()
     return curve
+
+
+def _kv_model(table: Table) -> tuple[ModelSpec, KvDtype]:
+    kv_dtype = as_kv_dtype(table.choice("kv_dtype", KV_DTYPES, "bfloat16"))
+    return read_model(table.file("model")), kv_dtype
 
 
 def _decode(table: Table) -> DecodeProfile:

@@ -54,6 +54,13 @@ def check_rules(config: NodeConfig, name_of: NameOf, *, listens: bool = True) ->
             f"{name_of('engine.chunk_tokens')}: {chunk_tokens} is no multiple of the block of"
             f" {block_tokens} tokens ({name_of('cache.block_tokens')})"
         )
+    snapshot_tokens = config.cache.snapshot_tokens
+    if snapshot_tokens % block_tokens:
+        raise ConfigError(
+            f"{name_of('cache.snapshot_tokens')}: {snapshot_tokens} is no multiple of the block of"
+            f" {block_tokens} tokens ({name_of('cache.block_tokens')})"
+        )
+    _check_replay(config, name_of)
     _check_cache(config, name_of)
     _check_tls(config, name_of)
     if listens:
@@ -61,10 +68,32 @@ def check_rules(config: NodeConfig, name_of: NameOf, *, listens: bool = True) ->
     _check_peer(config, name_of, listens=listens)
 
 
+def _check_replay(config: NodeConfig, name_of: NameOf) -> None:
+    """A node has weights or a profile, and no settings of the one it does not have."""
+    if config.engine.kind == "replay":
+        if config.replay.profile is None:
+            raise ConfigError(
+                f"{name_of('engine.kind')}: replay needs a profile, {name_of('replay.profile')}"
+            )
+        idle: dict[str, tuple[str, ...]] = {
+            "model": ("model", "chat_template"),
+            "engine": ("device", "dtype", "numerics", "threads", "kv_ram_bytes"),
+        }
+        reason = f"with a replayed engine, {name_of('engine.kind')}"
+    else:
+        idle = {"replay": ("profile", "speed", "bytes_scale")}
+        reason = "without --engine replay"
+    for section, names in idle.items():
+        options = getattr(config, section)
+        for name in names:
+            if getattr(options, name) != getattr(type(options)(), name):
+                raise ConfigError(f"{name_of(f'{section}.{name}')} has no effect {reason}")
+
+
 def _check_cache(config: NodeConfig, name_of: NameOf) -> None:
     if config.cache.dir is not None:
         return
-    for name in ("disk_bytes", "tenant_disk_bytes", "ttl_s"):
+    for name in ("disk_bytes", "tenant_disk_bytes", "ttl_s", "zero_freed"):
         if getattr(config.cache, name) != getattr(CacheOptions(), name):
             raise ConfigError(
                 f"{name_of(f'cache.{name}')} has no effect without {name_of('cache.dir')}"

@@ -7,6 +7,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from prfaas.cache.options import CacheOptions
 from prfaas.config.options import HttpOptions, LogOptions, ModelOptions, Role
 from prfaas.engine.options import EngineOptions
+from prfaas.engine.replay_options import ReplayOptions
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.transport.options import TransportOptions
 
@@ -16,6 +17,7 @@ SECTIONS: dict[str, type[Any]] = {
     "model": ModelOptions,
     "http": HttpOptions,
     "engine": EngineOptions,
+    "replay": ReplayOptions,
     "cache": CacheOptions,
     "transport": TransportOptions,
     "scheduler": SchedulerOptions,
@@ -145,6 +147,11 @@ SETTINGS: tuple[Setting, ...] = (
         maximum=86_400,
         roles=_PD,
     ),
+    _setting(
+        "engine.kind",
+        "torch computes a model; replay keeps a profile's time with real pages and no weights.",
+        typed_name="engine",
+    ),
     _setting("engine.device", "cpu, cuda or cuda:N. Only a CPU gives exact answers."),
     _setting(
         "engine.dtype",
@@ -179,6 +186,19 @@ SETTINGS: tuple[Setting, ...] = (
         minimum=1,
         maximum=1 << 20,
     ),
+    _setting("replay.profile", "With --engine replay: the profile's TOML file."),
+    _setting(
+        "replay.speed",
+        "With --engine replay: so many times as fast as the profile.",
+        above=0,
+        maximum=1e6,
+    ),
+    _setting(
+        "replay.bytes_scale",
+        "With --engine replay: the part of the profile's KV bytes that is really made and sent.",
+        above=0,
+        maximum=1,
+    ),
     _setting("cache.ram_bytes", "Prefix cache in RAM.", minimum=1 << 20, typed_name="cache_ram"),
     _setting(
         "cache.dir",
@@ -205,10 +225,21 @@ SETTINGS: tuple[Setting, ...] = (
         typed_name="cache_ttl",
     ),
     _setting(
+        "cache.zero_freed",
+        "With --cache-dir: overwrite its files before they are deleted.",
+        typed_name="cache_zero",
+    ),
+    _setting(
         "cache.block_tokens",
         "Tokens of one block; the same on both sides of a transfer.",
         minimum=1,
         maximum=4096,
+    ),
+    _setting(
+        "cache.snapshot_tokens",
+        "Keep windows and states every so many prompt tokens, a multiple of the block. 0: do not.",
+        minimum=0,
+        maximum=1 << 24,
     ),
     _setting("transport.peer", "host:port of the prefill node for long prompts.", roles=_PD),
     _setting(

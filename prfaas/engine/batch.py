@@ -1,7 +1,6 @@
 """One forward's rows: the tokens of several sequences, one after another, padded at the end."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,22 +8,9 @@ from torch import Tensor
 from prfaas.engine.kv import CPU, copied
 from prfaas.engine.linear import Packing, padded_rows
 from prfaas.engine.rope import RopeTable
-from prfaas.engine.sequence_kv import SequenceKv
+from prfaas.engine.segment import Segment
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """The next tokens of one sequence, at positions kv.num_tokens, ...; at least one."""
-
-    kv: SequenceKv
-    tokens: Sequence[int]
-    num_logits: int
-    """1: the last token's logits are wanted; 0: none."""
-    prompt_end: int | None = None
-    """Positions from it on are taken one by one by linear mixers, those before it in chunks on the
-    absolute grid; None: all are the prompt's."""
-    snapshots: Sequence[int] = ()
-    """Positions, ascending, after which linear mixers keep their state besides the last."""
+__all__ = ["Batch", "Segment"]
 
 
 class Batch:

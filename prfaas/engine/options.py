@@ -11,6 +11,8 @@ WeightDtype = Literal["float16", "bfloat16", "float32"]
 class EngineOptions:
     """Options of the `[engine]` section."""
 
+    kind: Literal["torch", "replay"] = "torch"
+    """torch computes a model; replay takes a profile's time and makes real pages, but no arithmetic."""
     device: str = "cpu"
     """cpu, cuda (the first device) or cuda:N. A CPU is exact; on CUDA a row's bits depend on the batch
     it is computed in, so that answers say exact: false."""

@@ -18,7 +18,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from prfaas import __version__
 from prfaas.clock import Clock, monotonic_s, wall_s
-from prfaas.config.options import ModelOptions, NodeConfig
+from prfaas.config.options import NodeConfig
 from prfaas.errors import BadRequest, ConfigError, Overloaded
 from prfaas.log import get_logger
 from prfaas.server.answering import Answerer
@@ -242,7 +242,7 @@ class Face:
 
     def _handlers(self, node: ServingNode) -> Handlers:
         records = RecordRing()
-        model_name = served_name(self._config.model)
+        model_name = served_name(self._config)
         return Handlers(
             jobs=JobMaker(
                 node=node, model_name=model_name, draw_seed=self._draw_seed, wall=self._wall
@@ -306,8 +306,11 @@ def route_names(app: web.Application) -> list[str]:
     ]
 
 
-def served_name(options: ModelOptions) -> str:
-    """Return what clients call the model."""
+def served_name(config: NodeConfig) -> str:
+    """Return what clients call the model; a replayed one by default as its profile's file."""
+    options = config.model
+    if options.served_model_name is None and config.replay.profile is not None:
+        return Path(config.replay.profile).stem
     if options.served_model_name is not None:
         return options.served_model_name
     path = Path(options.model)

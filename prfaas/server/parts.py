@@ -1,10 +1,9 @@
-"""Loads what both serving roles are made of: model, tokenizer, template, cache, engine."""
+"""What both serving roles are made of: identity, tokenizer, template, cache, engine."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from prfaas.cache.hashing import root_key
 from prfaas.cache.options import MAX_QUEUED_BYTES, CacheOptions, StoreOptions
@@ -12,10 +11,7 @@ from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.spec import CacheLayout, StateSpec, WindowSpec
 from prfaas.cache.store import Store
 from prfaas.clock import Clock, monotonic_s
-from prfaas.config.options import NodeConfig
-from prfaas.engine.loader import load_model
 from prfaas.engine.runner import Runner
-from prfaas.models.store import resolve
 from prfaas.server.node import Progress
 from prfaas.text.chat_template import ChatTemplate
 from prfaas.text.tokenizer import Tokenizer
@@ -24,7 +20,7 @@ from prfaas.transport.handshake import Identity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeParts:
-    """A loaded model and everything around it, ready to be put into a role."""
+    """An engine and everything around it, ready to be put into a role."""
 
     identity: Identity
     cache: PrefixCache
@@ -37,62 +33,71 @@ class NodeParts:
     clock: Clock
 
 
-def load_parts(config: NodeConfig, progress: Progress) -> NodeParts:
-    """Load the model that `config` names. Blocking; raises ConfigError.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelParts:
+    """What is known of a model before its cache is made."""
 
-    `progress` may raise to stop the load; it is called between the slow steps and inside a fetch or
-    a conversion.
-    """
-    if config.engine.threads is not None:
-        torch.set_num_threads(config.engine.threads)
-    progress("resolve model", 0, 1)
-    model_dir = resolve(config.model.model, progress)
-    progress("load tokenizer", 0, 1)
-    tokenizer = Tokenizer.load(model_dir)
-    override = config.model.chat_template
-    chat_template = ChatTemplate.load(model_dir, None if override is None else Path(override))
-    progress("load weights", 0, 1)
-    engine = config.engine
-    model = load_model(
-        model_dir, dtype=engine.weight_dtype, numerics=engine.numerics, device=engine.device
-    )
-    progress("allocate cache", 0, 1)
-    layout = model.layout(config.cache.block_tokens)
-    model_fingerprint, numerics = model.model_fingerprint, model.numerics_fingerprint
+    layout: CacheLayout
+    model_fingerprint: str
+    numerics_fingerprint: str
+    kv_dtype: str
+    is_exact: bool
+    vocab_size: int
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
 
-    def root(salt: bytes) -> bytes:
+    @property
+    def identity(self) -> Identity:
+        """What a peer must share."""
+        return Identity(
+            model_fingerprint=self.model_fingerprint,
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            template_fingerprint=self.chat_template.fingerprint,
+            kv_dtype=self.kv_dtype,
+            block_tokens=self.layout.block_tokens,
+            layout=layout_text(self.layout),
+            numerics_fingerprint=self.numerics_fingerprint,
+        )
+
+    def root(self, salt: bytes) -> bytes:
+        """Return the key that the chains of a salt's blocks hang on."""
         return root_key(
-            model_fingerprint=model_fingerprint,
-            numerics_fingerprint=numerics,
-            kv_dtype=model.kv_dtype,
-            layout=layout,
+            model_fingerprint=self.model_fingerprint,
+            numerics_fingerprint=self.numerics_fingerprint,
+            kv_dtype=self.kv_dtype,
+            layout=self.layout,
             salt=salt,
         )
 
-    identity = Identity(
-        model_fingerprint=model_fingerprint,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        template_fingerprint=chat_template.fingerprint,
-        kv_dtype=model.kv_dtype,
-        block_tokens=layout.block_tokens,
-        layout=layout_text(layout),
-        numerics_fingerprint=numerics,
-    )
+
+def make_parts(
+    model: ModelParts,
+    options: CacheOptions,
+    make_engine: Callable[[PrefixCache], Runner],
+    progress: Progress,
+) -> NodeParts:
+    """Return the parts of a node with this model: its cache, and the engine that is made on it.
+
+    Raises:
+        ConfigError: the cache directory cannot be used, or what `make_engine` refuses.
+    """
     with ExitStack() as undo:
-        store = open_store(config.cache, identity, progress)
+        store = open_store(options, model.identity, progress)
         if store is not None:
             undo.callback(store.close, drain=False)
-        cache = PrefixCache(layout=layout, ram_bytes=config.cache.ram_bytes, root=root, store=store)
-        runner = Runner(model=model, cache=cache, options=config.engine, clock=monotonic_s)
+        cache = PrefixCache(
+            layout=model.layout, ram_bytes=options.ram_bytes, root=model.root, store=store
+        )
+        runner = make_engine(cache)
         undo.pop_all()
     return NodeParts(
-        identity=identity,
+        identity=model.identity,
         cache=cache,
         runner=runner,
         is_exact=model.is_exact,
-        vocab_size=model.config.vocab_size,
-        tokenizer=tokenizer,
-        chat_template=chat_template,
+        vocab_size=model.vocab_size,
+        tokenizer=model.tokenizer,
+        chat_template=model.chat_template,
         clock=monotonic_s,
     )
 

@@ -32,6 +32,7 @@ from prfaas.text.chat_template import ChatTemplate
 from prfaas.text.tokenizer import Tokenizer
 from prfaas.transport.address import parse_address
 from prfaas.transport.handshake import Identity
+from prfaas.transport.messages import CodecName
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.security import ChannelSecurity, asker_security
 from prfaas.types import Request, RequestEnded, RouteName, TokenEvent
@@ -91,6 +92,11 @@ class PdNode:
     def identity(self) -> Identity:
         """What a peer must share with this node."""
         return self._identity
+
+    @property
+    def kv_codec(self) -> CodecName:
+        """How the peer may encode pages."""
+        return self._options.kv_codec
 
     @property
     def layout(self) -> CacheLayout:
@@ -276,7 +282,7 @@ class PdNode:
 def load_pd_node(config: NodeConfig, metrics: TransferMetrics, progress: Progress) -> PdNode:
     """Load a node of the pd role. Blocking; raises ConfigError."""
     security = asker_security(config.transport)
-    from prfaas.server.parts import load_parts  # loads torch
+    from prfaas.server.load_parts import load_parts  # slow to import
 
     parts = load_parts(config, progress)
     return PdNode(

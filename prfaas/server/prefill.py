@@ -257,7 +257,7 @@ def load_prefill_node(
     """Load a node of the prefill role. Blocking; raises ConfigError."""
     check_bind(config.http.host, config.transport)
     security = peer_security(config.transport)
-    from prfaas.server.parts import load_parts  # loads torch
+    from prfaas.server.load_parts import load_parts  # slow to import
 
     parts = load_parts(config, progress)
     return PrefillNode(

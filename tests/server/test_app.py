@@ -397,14 +397,20 @@ async def test_a_prefill_node_with_a_certificate_speaks_nothing_but_tls(tmp_path
     ],
 )
 def test_a_model_is_served_under_the_name_it_was_given_by(options, name):
-    assert served_name(options) == name
+    assert served_name(NodeConfig(model=options)) == name
 
 
 def test_a_model_given_as_a_path_is_served_under_its_stem(tmp_path):
     (tmp_path / "Qwen2.5-0.5B").mkdir()
     (tmp_path / "tiny.Q4.gguf").touch()
-    assert served_name(ModelOptions(model=str(tmp_path / "Qwen2.5-0.5B"))) == "Qwen2.5-0.5B"
-    assert served_name(ModelOptions(model=str(tmp_path / "tiny.Q4.gguf"))) == "tiny.Q4"
+    assert (
+        served_name(NodeConfig(model=ModelOptions(model=str(tmp_path / "Qwen2.5-0.5B"))))
+        == "Qwen2.5-0.5B"
+    )
+    assert (
+        served_name(NodeConfig(model=ModelOptions(model=str(tmp_path / "tiny.Q4.gguf"))))
+        == "tiny.Q4"
+    )
 
 
 async def test_a_port_that_is_not_set_is_a_config_error():

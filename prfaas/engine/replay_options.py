@@ -1,0 +1,15 @@
+"""What an engine without weights replays; torch-free."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """Options of the `[replay]` section."""
+
+    profile: str | None = None
+    """A profile's TOML file: how long prefill and decode take, and what KV a token leaves."""
+    speed: float = 1.0
+    """So many times as fast as the profile."""
+    bytes_scale: float = 1.0
+    """The part of the profile's KV bytes that pages really have."""
