@@ -5,6 +5,9 @@ of both sides bypassed (a fresh salt), and by the peer again under the same salt
 hit wherever a hit is possible. A row that the peer did not really answer is a failure: the second
 must have computed the whole prompt remotely; the third must have come over the wire, and must have
 reused something if the prompt is longer than a block.
+
+With a lossy codec differences are what is asked for, and there is a fourth answer: here again, from
+what was received. The peer computes its logits before anything is lost; only these show the loss.
 """
 
 import asyncio
@@ -22,6 +25,8 @@ from prfaas.errors import ConfigError, PrfaasError, TransferError
 from prfaas.server.node import Progress
 from prfaas.server.pd import PdNode, load_pd_node
 from prfaas.server.transfer_metrics import Direction
+from prfaas.transport.coding import may_lose
+from prfaas.transport.messages import CodecName
 from prfaas.types import Request, RequestRecord, RouteName, SamplingParams
 
 NUM_TOKENS = 32
@@ -30,8 +35,9 @@ LONG_TOKENS = 4133
 SEED = 20_260_415
 
 SamplingName = Literal["greedy", "seeded"]
-RowName = Literal["remote", "remote_cached"]
+RowName = Literal["remote", "remote_cached", "local_cached"]
 ROWS: tuple[RowName, ...] = ("remote", "remote_cached")
+LOSSY_ROWS: tuple[RowName, ...] = (*ROWS, "local_cached")
 SAMPLING: dict[SamplingName, SamplingParams] = {
     "greedy": SamplingParams(max_tokens=NUM_TOKENS, seed=SEED, temperature=0.0),
     "seeded": SamplingParams(max_tokens=NUM_TOKENS, seed=SEED, temperature=1.0),
@@ -40,7 +46,7 @@ SAMPLING: dict[SamplingName, SamplingParams] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyCase:
-    """One remote answer beside the local one."""
+    """An answer from the peer's KV beside the local one."""
 
     prompt_tokens: int
     sampling: SamplingName
@@ -50,6 +56,12 @@ class VerifyCase:
     tokens_reused: int
     tokens_remote: int
     bytes_received: int
+    exact: bool
+    """What the answer says of itself."""
+    answer_tokens: int
+    """Of the local answer."""
+    agreeing_tokens: int
+    """Tokens before the first that differs."""
     tokens_equal: bool
     bits_equal: bool
     """The first logits agree in every bit."""
@@ -64,7 +76,33 @@ class VerifyReport:
     """All cases of one run."""
 
     peer: str
+    codec: CodecName
     cases: tuple[VerifyCase, ...]
+
+    @property
+    def has_passed(self) -> bool:
+        """Every row proves something; and all is equal, unless a lossy codec was asked for."""
+        if may_lose(self.codec):
+            return all(case.failure is None for case in self.cases)
+        return self.tokens_equal and self.bits_equal
+
+    @property
+    def exact(self) -> bool:
+        """Every answer said that it was."""
+        return all(case.exact for case in self.cases)
+
+    @property
+    def max_logit_difference(self) -> float | None:
+        """The largest of all rows; None if no row had one."""
+        found = [case.max_logit_difference for case in self.cases]
+        return max((value for value in found if value is not None), default=None)
+
+    @property
+    def greedy_agreement(self) -> float:
+        """The fraction of greedy tokens before the first of their answer that differs."""
+        greedy = [case for case in self.cases if case.sampling == "greedy"]
+        num_tokens = sum(case.answer_tokens for case in greedy)
+        return sum(case.agreeing_tokens for case in greedy) / num_tokens if num_tokens else 0.0
 
     @property
     def tokens_equal(self) -> bool:
@@ -80,9 +118,13 @@ class VerifyReport:
         """Return the report as a JSON object."""
         return {
             "peer": self.peer,
+            "codec": self.codec,
+            "exact": self.exact,
             "cases": [asdict(case) for case in self.cases],
             "tokens_equal": self.tokens_equal,
             "bits_equal": self.bits_equal,
+            "max_logit_difference": self.max_logit_difference,
+            "greedy_agreement": self.greedy_agreement,
         }
 
 
@@ -164,10 +206,11 @@ async def verify_node(
             )
     lengths = sorted({*lengths, *more_lengths})
     tokens = verify_tokens(node.tokenizer.encode, max(lengths))
-    run = _Run(node, clock, on_case, num_cases=len(lengths) * len(SAMPLING) * len(ROWS))
+    rows = LOSSY_ROWS if may_lose(node.kv_codec) else ROWS
+    run = _Run(node, clock, on_case, rows, num_cases=len(lengths) * len(SAMPLING) * len(rows))
     for length in lengths:
         await run.compare(tokens[:length])
-    return VerifyReport(peer=peer.name, cases=tuple(run.cases))
+    return VerifyReport(peer=peer.name, codec=node.kv_codec, cases=tuple(run.cases))
 
 
 def prompt_lengths(layout: CacheLayout, max_context_tokens: int) -> list[int]:
@@ -199,12 +242,19 @@ class _Run:
     """Compares one prompt after the other; its greedy and its seeded answers run side by side."""
 
     def __init__(
-        self, node: PdNode, clock: Clock, on_case: CaseDone | None, *, num_cases: int
+        self,
+        node: PdNode,
+        clock: Clock,
+        on_case: CaseDone | None,
+        rows: Sequence[RowName],
+        *,
+        num_cases: int,
     ) -> None:
         self.cases: list[VerifyCase] = []
         self._node = node
         self._clock = clock
         self._on_case = on_case
+        self._rows = rows
         self._num_cases = num_cases
 
     async def compare(self, tokens: tuple[int, ...]) -> None:
@@ -218,8 +268,9 @@ class _Run:
     async def _compare_rows(self, tokens: tuple[int, ...], sampling: SamplingName) -> None:
         local = await self._ask(tokens, sampling, "local", secrets.token_bytes(16))
         salt = secrets.token_bytes(16)
-        for row in ROWS:
-            remote = await self._ask(tokens, sampling, "remote", salt)
+        for row in self._rows:
+            route: RouteName = "local" if row == "local_cached" else "remote"
+            remote = await self._ask(tokens, sampling, route, salt)
             case = _compare(local, remote, sampling, row, self._node.layout.block_tokens)
             self.cases.append(case)
             if self._on_case is not None:
@@ -255,6 +306,9 @@ def _compare(
         tokens_reused=record.tokens_reused,
         tokens_remote=record.tokens_remote,
         bytes_received=record.bytes_received,
+        exact=record.exact,
+        answer_tokens=len(local.tokens),
+        agreeing_tokens=_num_agreeing(local.tokens, remote.tokens),
         tokens_equal=local.tokens == remote.tokens,
         bits_equal=local.logits is not None and local.logits == remote.logits,
         max_logit_difference=_max_difference(local.logits, remote.logits),
@@ -262,10 +316,15 @@ def _compare(
     )
 
 
+def _num_agreeing(local: Sequence[int], remote: Sequence[int]) -> int:
+    differing = (i for i, (a, b) in enumerate(zip(local, remote, strict=False)) if a != b)
+    return next(differing, min(len(local), len(remote)))
+
+
 def _failure(record: RequestRecord, row: RowName, block_tokens: int) -> str | None:
-    if record.route != "remote":
+    if record.route != ("local" if row == "local_cached" else "remote"):
         return f"answered {record.route}: {record.reason}"
-    if record.bytes_received == 0:
+    if row != "local_cached" and record.bytes_received == 0:
         return "nothing came from the peer"
     if row == "remote":
         if record.tokens_remote != record.prompt_tokens:

@@ -12,6 +12,7 @@ from prfaas.config.options import ModelOptions, NodeConfig
 from prfaas.engine.options import EngineOptions, Numerics, WeightDtype
 from prfaas.server.pd import PdNode, load_pd_node
 from prfaas.server.prefill import PrefillNode, load_prefill_node
+from prfaas.transport.messages import CodecName
 from prfaas.transport.options import TransportOptions
 from tests.server.fleet import CountedTransfers, PrefillHost, until
 from tests.server.relay import Relay
@@ -46,6 +47,7 @@ def config(
     block_tokens: int = 16,
     max_context_tokens: int = CONTEXT_TOKENS,
     numerics: Numerics = "grid",
+    kv_codec: CodecName = "raw",
 ) -> NodeConfig:
     return NodeConfig(
         model=ModelOptions(model=str(model)),
@@ -58,7 +60,7 @@ def config(
             max_context_tokens=max_context_tokens,
             numerics=numerics,
         ),
-        transport=replace(TRANSPORT, peer=peer, accept_numerics=accept_numerics),
+        transport=replace(TRANSPORT, peer=peer, accept_numerics=accept_numerics, kv_codec=kv_codec),
     )
 
 
