@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,15 @@ class NodeProcess:
         """Return status and JSON of a GET."""
         return self._send(urllib.request.Request(f"http://127.0.0.1:{self.port}{path}"))
 
+    def metric(self, sample: str) -> float:
+        """Return the value of a sample as /metrics names it, labels included; 0 if it is not there."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics") as answer:
+            for line in answer.read().decode().splitlines():
+                name, _, value = line.rpartition(" ")
+                if name == sample:
+                    return float(value)
+        return 0.0
+
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Return status and JSON of a POST."""
         url = f"http://127.0.0.1:{self.port}{path}"
@@ -80,14 +89,21 @@ class NodeProcess:
 
     def wait_ready(self) -> None:
         """Return once /ready says 200."""
+        self.wait(self._is_ready)
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.get("/ready")[0] == 200
+        except OSError:
+            return False
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Return once the condition holds, while the node lives."""
         deadline_s = time.perf_counter() + HANG_GUARD_S
         while time.perf_counter() < deadline_s:
             assert self.process.poll() is None, self.log.read_text()
-            try:
-                if self.get("/ready")[0] == 200:
-                    return
-            except OSError:
-                pass
+            if condition():
+                return
             time.sleep(0.05)
         raise AssertionError(self.log.read_text())
 
@@ -98,11 +114,11 @@ class NodeProcess:
 
 
 @contextmanager
-def running_node(directory: Path, *flags: str) -> Iterator[NodeProcess]:
+def running_node(directory: Path, *flags: str, port: int | None = None) -> Iterator[NodeProcess]:
     """Start a node with its models and its log in `directory`; it is gone when the block ends."""
-    port = free_port()
+    port = port or free_port()
     log = directory / f"{port}.log"
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         process = subprocess.Popen(
             command("serve", "--port", str(port), *flags),
             stdin=subprocess.DEVNULL,

@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +15,12 @@ from prfaas.cache.options import CacheOptions
 from prfaas.config.options import HttpOptions, ModelOptions, NodeConfig, Role
 from prfaas.engine.options import EngineOptions
 from prfaas.scheduler.options import SchedulerOptions
-from prfaas.server.app import Face, serve
-from prfaas.server.lifecycle import Lifecycle
-from prfaas.server.listening import Listener, bind_socket
-from prfaas.server.metrics import Metrics
-from prfaas.server.node import NodeFactory  # noqa: TC001
+from prfaas.server.app import serve
+from prfaas.server.listening import bind_socket
 from prfaas.server.pd import load_pd_node
-from prfaas.server.prefill import load_prefill_node
 from prfaas.transport.options import TransportOptions
 from tests.server.http_face import (
     CHAT,
-    HttpFace,
     blocking_client,
     chat_text,
     finish_reasons,
@@ -36,6 +29,7 @@ from tests.server.http_face import (
     reset,
     until,
 )
+from tests.server.real_face import holds_nothing, node_running
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -61,42 +55,6 @@ def config_of(model_dir: Path, role: Role, peer: str | None = None) -> NodeConfi
         transport=TransportOptions(peer=peer),
         scheduler=SchedulerOptions(threshold_tokens=100),
     )
-
-
-def ignore(_stage: str, _done: int, _total: int) -> None:
-    """For loads that nobody watches."""
-
-
-@asynccontextmanager
-async def node_running(config: NodeConfig) -> AsyncIterator[HttpFace]:
-    """A loaded node behind its HTTP face."""
-    metrics, lifecycle = Metrics(), Lifecycle()
-    load: NodeFactory = load_pd_node if config.role == "pd" else load_prefill_node
-    node = await asyncio.to_thread(load, config, metrics, ignore)
-    listening = bind_socket("127.0.0.1", 0)
-    port = listening.getsockname()[1]
-    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
-        with Face(config, lifecycle, metrics) as face:
-            async with Listener(listening, config.http) as listener:
-                await node.start(tasks)
-                await listener.show(face.node_app(node))
-                face.start_serving(node)
-                try:
-                    yield HttpFace(
-                        node=node,  # type: ignore[arg-type]  # tests use what both kinds have
-                        lifecycle=lifecycle,
-                        metrics=metrics,
-                        face=face,
-                        session=session,
-                        port=port,
-                    )
-                finally:
-                    await node.close()
-
-
-def holds_nothing(face: HttpFace) -> bool:
-    load = face.node.load()
-    return not (load.num_running or load.num_waiting or load.pages["referenced"])
 
 
 async def test_answers_agree_whole_streamed_cold_warm_and_remote(model_dir):
