@@ -11,6 +11,9 @@ class CacheOptions:
 
     ram_bytes: int = 2 << 30
     block_tokens: int = 64
+    snapshot_tokens: int = 0
+    """Windows and states are also kept at every multiple of this many tokens of a prompt; 0: only
+    where the prompt ends and where it parted from another."""
     dir: str | None = None
     """Where pages are also kept on disk; None keeps them in RAM alone."""
     disk_bytes: int = 20 << 30
@@ -19,6 +22,8 @@ class CacheOptions:
     """Of one API key's pages in `dir`; None: as much as all."""
     ttl_s: float | None = None
     """Pages in `dir` are forgotten at this age; None keeps them until evicted."""
+    zero_freed: bool = False
+    """Whether files in `dir` are overwritten before they are deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,8 @@ class StoreOptions:
     """A record is a miss and goes at this age at the latest; None keeps it until evicted."""
     tenant_quota_bytes: int | None = None
     """Of one tenant's records; None: as much as all."""
+    zero_freed: bool = False
+    """Whether files are overwritten before they are deleted: evicted, expired or damaged."""
     max_queued_bytes: int = MAX_QUEUED_BYTES
     """Pages that wait to be written stay in memory; beyond this they are not stored."""
 

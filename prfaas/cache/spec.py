@@ -111,6 +111,38 @@ def needed_blocks(spec: GroupSpec, num_tokens: int, block_tokens: int) -> range:
     return range(at_boundary.start, held_blocks(spec, num_tokens, block_tokens).stop)
 
 
+def snapshot_blocks(spec: GroupSpec, num_tokens: int, block_tokens: int) -> range:
+    """Return the blocks that a group adds to the KV of `num_tokens` tokens to go on there.
+
+    `num_tokens` is a whole number of blocks. Full attention adds none: all its blocks stay anyway.
+    """
+    if isinstance(spec, FullSpec):
+        return range(0)
+    return held_blocks(spec, num_tokens, block_tokens)
+
+
+def snapshot_of_block(
+    spec: GroupSpec,
+    block: int,
+    *,
+    every_tokens: int,
+    num_tokens: int,
+    block_tokens: int,
+    after_tokens: int = 0,
+) -> int:
+    """Return the first snapshot behind `after_tokens` that a group's block is part of, or 0.
+
+    Snapshots are taken at the multiples of `every_tokens`, itself a whole number of blocks, up to
+    `num_tokens`; never, if it is 0.
+    """
+    if not every_tokens:
+        return 0
+    least = max((block + 1) * block_tokens, after_tokens + 1)
+    at = -(-least // every_tokens) * every_tokens
+    is_part = at <= num_tokens and block in snapshot_blocks(spec, at, block_tokens)
+    return at if is_part else 0
+
+
 def missing_blocks(
     spec: GroupSpec, num_tokens: int, have_tokens: int, block_tokens: int
 ) -> tuple[int, ...]:

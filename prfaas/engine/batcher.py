@@ -13,12 +13,13 @@ have their KV; the rest is its remaining work. One that decodes has one token of
   more left, does not run in this step and is not the oldest.
 - If a decoding sequence cannot grow, the youngest sequence is preempted. The oldest always can:
   what could not fit alone was refused.
+- A sequence that begins like a running one waits while that makes what both begin with.
 - If memory stays too full for the oldest waiting sequence, no younger one is admitted after
   `AGEING_STEPS` steps, until it fits.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from prfaas.engine.options import EngineOptions
@@ -52,7 +53,7 @@ class StepPlan:
     """What to do in one step, in this order."""
 
     preempted: tuple[int, ...]
-    """Move their KV out and say how much was saved: `Batcher.moved_out`."""
+    """Move their KV out and say how much was saved: `Batcher.stored`."""
     admitted: tuple[Reservation, ...]
     """New or resumed: make a working copy and fill it with the first `num_computed` tokens."""
     grown: tuple[Reservation, ...]
@@ -97,6 +98,7 @@ class _Draft:
     decodes: list[int] = field(default_factory=list)
     granted: dict[int, int] = field(default_factory=dict)
     """Key -> prefill tokens."""
+    leaders: Mapping[int, int]
 
 
 class Batcher:
@@ -213,9 +215,9 @@ class Batcher:
         self._waiting[key] = entry
         return None
 
-    def moved_out(self, key: int, num_saved: int) -> None:
-        """Note that a preempted sequence can be resumed from its first `num_saved` tokens."""
-        self._waiting[key].num_computed = num_saved
+    def stored(self, key: int, num_tokens: int) -> None:
+        """Note that a waiting sequence can go on from its first `num_tokens` tokens, which lie ready."""
+        self._waiting[key].num_computed = num_tokens
 
     def computed(self, key: int, num_computed: int) -> None:
         """Note that the KV of a running sequence now covers `num_computed` tokens."""
@@ -235,9 +237,14 @@ class Batcher:
         else:
             del self._waiting[key]
 
-    def plan(self) -> StepPlan:
-        """Decide the next step; its preemptions, admissions and growth have then taken place."""
-        draft = _Draft()
+    def plan(self, leaders: Mapping[int, int] | None = None) -> StepPlan:
+        """Decide the next step; its preemptions, admissions and growth have then taken place.
+
+        Args:
+            leaders: waiting sequence -> running one that makes what it could start from. It is not
+                admitted in a step that computes tokens of that one.
+        """
+        draft = _Draft(leaders=leaders or {})
         self._plan_decodes(draft)
         self._plan_prefills(draft)
         self._age_oldest_waiting()
@@ -319,8 +326,10 @@ class Batcher:
         end = entry.num_tokens if end >= entry.num_tokens else end - end % self._block_tokens
         if end <= start and entry.num_remaining > 0:
             return 0
-        if not entry.capacity_tokens and not self._admit(entry, oldest, draft):
-            return 0
+        if not entry.capacity_tokens:
+            is_held_back = draft.leaders.get(entry.key) in draft.granted
+            if is_held_back or not self._admit(entry, oldest, draft):
+                return 0
         if end > start:
             draft.granted[entry.key] = end - entry.num_computed
         return end - start
@@ -392,7 +401,7 @@ class Batcher:
 
     def _preempt(self, entry: _Entry, draft: _Draft) -> None:
         self._stop(entry)
-        entry.num_computed = 0  # until moved_out says better
+        entry.num_computed = 0  # until `stored` says better
         self._waiting[entry.key] = entry
         draft.preempted.append(entry.key)
 

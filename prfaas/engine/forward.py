@@ -1,12 +1,16 @@
 """One ragged forward over the next tokens of several sequences, and the pages it fills."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from prfaas.cache.prefix import PrefixCache
-from prfaas.engine.model import Model, Segment
 from prfaas.engine.pages import BlockWrite, plan_snapshots, plan_writes
 from prfaas.engine.sampler import Float32s
+from prfaas.engine.segment import Segment
 from prfaas.engine.sequence import RequestState, SequenceState
+
+if TYPE_CHECKING:
+    from prfaas.engine.model import Model
 
 
 class Forward:
@@ -32,24 +36,9 @@ class Forward:
         is_last = end == len(sequence.tokens)
         wants_logits = is_last and (sequence.is_choice or state.needs_first_logits)
         sequence.extend_keys(self._cache, min(end, state.published_tokens))
-        snapshots = plan_snapshots(
-            sequence.table,
-            self._cache.layout,
-            start=start,
-            end=end,
-            prompt_tokens=state.num_prompt_tokens,
-            published_tokens=state.published_tokens,
-        )
-        writes = plan_writes(
-            kv,
-            sequence.table,
-            self._cache.layout,
-            end=end,
-            prompt_tokens=state.num_prompt_tokens,
-            published_tokens=state.published_tokens,
-            snapshots=snapshots,
-            sink=state.submission.sink,
-        )
+        layout, publishing = self._cache.layout, state.publishing
+        snapshots = plan_snapshots(sequence.table, layout, publishing, start=start, end=end)
+        writes = plan_writes(kv, sequence.table, layout, publishing, end=end, snapshots=snapshots)
         for write in writes:
             self._writes.setdefault(write.copy.group, []).append((state, write))
         self._sequences.append(sequence)
@@ -63,7 +52,7 @@ class Forward:
             )
         )
 
-    def run(self, model: Model, on_layer: Callable[[], None]) -> list[Float32s | None]:
+    def run(self, model: "Model", on_layer: Callable[[], None]) -> list[Float32s | None]:
         """Compute; return each sequence's last row of logits, [V], or None if not wanted.
 
         `on_layer` is called once a layer. Whole blocks are published. A request whose pages could

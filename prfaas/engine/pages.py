@@ -7,25 +7,30 @@ with states nothing that decode made, but in strict mode (`published_tokens`).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prfaas.cache.block_table import BlockTable
 from prfaas.cache.spec import (
     CacheLayout,
+    GroupSpec,
     StateSpec,
     bytes_of_page,
     held_blocks,
     needed_blocks,
     replay_boundary,
+    snapshot_of_block,
 )
-from prfaas.engine.sequence_kv import SequenceKv
 from prfaas.engine.submission import PageSink
+
+if TYPE_CHECKING:
+    from prfaas.engine.sequence_kv import SequenceKv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCopy:
     """The pages of one block of one group, and the part of a working copy that belongs there."""
 
-    kv: SequenceKv
+    kv: "SequenceKv"
     table: BlockTable
     layout: CacheLayout
     group: int
@@ -97,7 +102,7 @@ def drop_private_pages(table: BlockTable, layout: CacheLayout) -> None:
 
 
 def save_pages(
-    kv: SequenceKv, table: BlockTable, layout: CacheLayout, *, published_tokens: int
+    kv: "SequenceKv", table: BlockTable, layout: CacheLayout, *, published_tokens: int
 ) -> bool:
     """Put what it takes to go on at `kv.num_tokens` into pages; False if there were not enough.
 
@@ -150,50 +155,87 @@ class BlockWrite:
             self.copy.table.commit(self.copy.group, self.copy.block)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publishing:
+    """What becomes of the pages of one request's tokens."""
+
+    prompt_tokens: int
+    published_tokens: int
+    """Tokens whose whole blocks are shared; what lies behind stays the request's own."""
+    kept_every_tokens: int = 0
+    """Snapshots of the prompt for later prompts: whole blocks; 0: none."""
+    sent_every_tokens: int = 0
+    """Snapshots that the sink hears of, too: whole blocks; 0: none."""
+    sink: PageSink | None = None
+
+    def is_sent(self, spec: GroupSpec, block: int, block_tokens: int) -> bool:
+        """Return whether the sink hears of the block: someone will go on with it elsewhere."""
+        if self.sink is None:
+            return False
+        is_in_snapshot = snapshot_of_block(
+            spec,
+            block,
+            every_tokens=self.sent_every_tokens,
+            num_tokens=self.prompt_tokens,
+            block_tokens=block_tokens,
+        )
+        return bool(is_in_snapshot) or block in needed_blocks(
+            spec, self.prompt_tokens, block_tokens
+        )
+
+    def keep_snapshots(self, table: BlockTable) -> None:
+        """Tell the table which windows and states of its prompt others may go on from."""
+        for every_tokens, is_held in (
+            (self.kept_every_tokens, False),
+            (self.sent_every_tokens, True),
+        ):
+            if every_tokens:
+                table.keep_snapshots(every_tokens, self.prompt_tokens, is_held=is_held)
+
+
 def plan_snapshots(
-    table: BlockTable,
-    layout: CacheLayout,
-    *,
-    start: int,
-    end: int,
-    prompt_tokens: int,
-    published_tokens: int,
+    table: BlockTable, layout: CacheLayout, publishing: Publishing, *, start: int, end: int
 ) -> tuple[int, ...]:
     """Return the positions at whose state a forward from `start` to `end` is to keep a copy.
 
-    Those on the block grid that are worth their pages: the prompt's replay boundary, where it
-    parted from another prompt, and where strict mode publishes what decode made, the last block.
+    Those on the block grid that are worth their pages: the prompt's replay boundary, where others
+    will go on, the snapshots asked for, and where strict mode publishes what decode made, the last
+    block.
     """
     if not layout.has_states:
         return ()
+    prompt_tokens = publishing.prompt_tokens
     last = end // layout.block_tokens * layout.block_tokens
-    wanted = {replay_boundary(prompt_tokens, layout.block_tokens), table.junction_tokens}
+    wanted = {replay_boundary(prompt_tokens, layout.block_tokens), *table.landmarks}
+    for every_tokens in (publishing.kept_every_tokens, publishing.sent_every_tokens):
+        if every_tokens:
+            first = (start // every_tokens + 1) * every_tokens
+            wanted.update(range(first, min(end, prompt_tokens) + 1, every_tokens))
     if last > prompt_tokens:
         wanted.add(last)
-    return tuple(sorted(at for at in wanted if start < at <= min(end, published_tokens)))
+    limit = min(end, publishing.published_tokens)
+    return tuple(sorted(at for at in wanted if start < at <= limit))
 
 
 def plan_writes(
-    kv: SequenceKv,
+    kv: "SequenceKv",
     table: BlockTable,
     layout: CacheLayout,
+    publishing: Publishing,
     *,
     end: int,
-    prompt_tokens: int,
-    published_tokens: int,
     snapshots: tuple[int, ...],
-    sink: PageSink | None,
 ) -> Iterator[BlockWrite]:
     """Yield the writes of a forward that takes `kv` from its num_tokens to `end`.
 
     Those are the blocks it makes whole and, for a sink, the prompt's cut last one; of states the
     `snapshots` and, for a sink, that at the prompt's end. A block that the pool has no pages for is
-    left out: it is not cached. The sink hears of those needed to go on after the prompt; their
-    pages are reserved.
+    left out: it is not cached. The sink hears of those needed to go on after the prompt, whose
+    pages are reserved, and of those of its snapshots that there are pages for.
     """
     block_tokens = layout.block_tokens
-    is_last = sink is not None and end == prompt_tokens
-    last = min(end, published_tokens) // block_tokens
+    is_last = publishing.sink is not None and end == publishing.prompt_tokens
+    last = min(end, publishing.published_tokens) // block_tokens
     if is_last:
         last = -(-end // block_tokens)
     state_blocks = {at // block_tokens - 1 for at in snapshots}
@@ -209,7 +251,6 @@ def plan_writes(
             pages = table.try_allocate(group, block)
             if pages is None:
                 continue
-            is_announced = block in needed_blocks(spec, prompt_tokens, block_tokens)
             copy = BlockCopy(
                 kv=kv,
                 table=table,
@@ -221,6 +262,28 @@ def plan_writes(
             )
             yield BlockWrite(
                 copy=copy,
-                sink=sink if is_announced else None,
+                sink=publishing.sink if publishing.is_sent(spec, block, block_tokens) else None,
                 is_whole=num_tokens == block_tokens,
             )
+
+
+def announce_hit(
+    table: BlockTable, layout: CacheLayout, publishing: Publishing, *, known_tokens: int
+) -> None:
+    """Tell the sink of what the table's hit holds for it.
+
+    It knows of the blocks within `known_tokens` that are needed after the prompt.
+    """
+    sink = publishing.sink
+    if sink is None:
+        return
+    block_tokens = layout.block_tokens
+    for group, spec in enumerate(layout.groups):
+        needed = needed_blocks(spec, publishing.prompt_tokens, block_tokens)
+        for block in held_blocks(spec, table.hit_tokens, block_tokens):
+            if block in needed and block < known_tokens // block_tokens:
+                continue
+            pages = table.pages(group, block)
+            if pages is not None and publishing.is_sent(spec, block, block_tokens):
+                for index, page in enumerate(pages):
+                    sink.page_ready(group, index, block, block_tokens, page)

@@ -15,22 +15,27 @@ A preempted sequence goes back to 2 with its KV in pages, or to be computed agai
 import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from prfaas.cache.prefix import PrefixCache
 from prfaas.clock import Clock
 from prfaas.engine.batcher import Batcher, StepPlan
 from prfaas.engine.choices import draw_first_tokens, draw_token
 from prfaas.engine.forward import Forward
-from prfaas.engine.model import Model
 from prfaas.engine.options import EngineOptions
+from prfaas.engine.pages import announce_hit
 from prfaas.engine.rate import PrefillRate
 from prfaas.engine.sampler import Float32s, Sampler
 from prfaas.engine.sequence import RequestState, SequenceState, check_submission, new_request
+from prfaas.engine.sharing import find_leaders, look_again
 from prfaas.engine.submission import EngineEvent, EngineLoad, FirstLogits, Submission
 from prfaas.engine.working_copies import WorkingCopies
 from prfaas.errors import BadRequest, ConfigError
 from prfaas.log import get_logger
 from prfaas.types import RequestEnded
+
+if TYPE_CHECKING:
+    from prfaas.engine.model import Model
 
 
 class Runner:
@@ -41,17 +46,33 @@ class Runner:
         cache: where hits come from and finished blocks go; of the model's layout.
         options: the limits.
         clock: seconds, for the prefill rate only.
+        snapshot_tokens: windows and states are kept at its multiples in every prompt; 0: nowhere.
+
+    Raises:
+        ConfigError: options that do not fit the model or each other.
     """
 
     def __init__(
-        self, *, model: Model, cache: PrefixCache, options: EngineOptions, clock: Clock
+        self,
+        *,
+        model: "Model",
+        cache: PrefixCache,
+        options: EngineOptions,
+        clock: Clock,
+        snapshot_tokens: int = 0,
     ) -> None:
         self.num_layers_run = 0
         """Goes up with every layer of every forward; other threads read it as a heartbeat."""
         self._model = model
         self._cache = cache
         self._layout = cache.layout
-        self._copies = WorkingCopies(model, cache)
+        if snapshot_tokens < 0 or snapshot_tokens % self._layout.block_tokens:
+            raise ConfigError(
+                f"cache.snapshot_tokens = {snapshot_tokens} is not a multiple of the block: "
+                f"{self._layout.block_tokens} tokens"
+            )
+        self._snapshot_tokens = snapshot_tokens
+        self._copies = self._new_copies(model)
         self._publishes_decode = not cache.layout.has_states or options.numerics == "strict"
         self._clock = clock
         self._sampler = Sampler(model.config.vocab_size)
@@ -68,6 +89,9 @@ class Runner:
         self._events: list[EngineEvent] = []
         self._step_count = 0
         self._prefill_rate = PrefillRate()
+
+    def _new_copies(self, model: "Model") -> WorkingCopies:
+        return WorkingCopies(model, self._cache)
 
     def _context_tokens(self, options: EngineOptions) -> int:
         """Return what model, options and memory allow. Raises ConfigError for less than 2."""
@@ -107,11 +131,13 @@ class Runner:
             submission,
             vocab_size=self._model.config.vocab_size,
             max_context_tokens=self.max_context_tokens,
+            block_tokens=self._layout.block_tokens,
         )
         state = new_request(
             submission,
             max_context_tokens=self.max_context_tokens,
             publishes_decode=self._publishes_decode,
+            kept_every_tokens=self._snapshot_tokens,
         )
         if not state.open_choices:
             submission.table.release()
@@ -125,6 +151,7 @@ class Runner:
             table=submission.table,
             stored_tokens=submission.table.num_tokens,
             resume_tokens=num_computed,
+            told_tokens=submission.table.hit_tokens,
         )
         state.num_prompt_ready = state.num_prompt_done = num_computed
         self._batcher.add(
@@ -135,6 +162,7 @@ class Runner:
             has_begun=any(submission.forced_tokens),
         )
         self._requests[request.request_id] = state
+        state.publishing.keep_snapshots(submission.table)
         self._enter(sequence)
 
     def abort(self, request_id: str) -> None:
@@ -187,7 +215,7 @@ class Runner:
         """
         began_s = self._clock()
         self._step_count += 1
-        plan = self._batcher.plan()
+        plan = self._batcher.plan(self._share_prefixes())
         self._make_room(plan)
         forward = Forward(self._cache)
         for grant in (*plan.decodes, *plan.prefills):
@@ -201,6 +229,15 @@ class Runner:
         return events
 
     # ------------------------------------------------------------ submissions
+
+    def _share_prefixes(self) -> dict[int, int]:
+        """Find what new prompts can start from by now; return whom the others wait for."""
+        leaders = find_leaders(self._sequences.values(), self._layout)
+        for sequence in self._sequences.values():
+            is_waiting = sequence.is_new and sequence.kv is None and not sequence.is_choice
+            if is_waiting and sequence.key not in leaders and look_again(sequence, self._layout):
+                self._batcher.stored(sequence.key, sequence.resume_tokens)
+        return leaders
 
     def _enter(self, sequence: SequenceState) -> None:
         self._sequences[sequence.key] = sequence
@@ -219,6 +256,14 @@ class Runner:
 
     def _admit(self, capacity_tokens: int, sequence: SequenceState) -> None:
         self._copies.make(sequence, capacity_tokens)
+        if sequence.is_new:
+            sequence.is_new = False
+            announce_hit(
+                sequence.table,
+                self._layout,
+                sequence.owner.publishing,
+                known_tokens=sequence.told_tokens,
+            )
         if sequence.resume_tokens == len(sequence.tokens):  # all of it came from a peer
             self._split(sequence, None)
 
@@ -227,7 +272,7 @@ class Runner:
         sequence.kv.reserve(capacity_tokens)
 
     def _move_out(self, sequence: SequenceState) -> None:
-        self._batcher.moved_out(sequence.key, self._copies.end(sequence))
+        self._batcher.stored(sequence.key, self._copies.end(sequence))
 
     # ------------------------------------------------------------ the forward
 

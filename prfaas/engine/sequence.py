@@ -1,19 +1,25 @@
 """What the engine knows of a running request: its sequences, their tokens and their KV."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from prfaas.cache.block_table import BlockTable
 from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.spec import CacheLayout, replay_boundary
+from prfaas.engine.pages import Publishing
 from prfaas.engine.sampler import TokenHistory, uses_history
-from prfaas.engine.sequence_kv import SequenceKv
 from prfaas.engine.submission import Submission
 from prfaas.errors import BadRequest
 from prfaas.types import FinishReason, Request
 
+if TYPE_CHECKING:
+    from prfaas.engine.sequence_kv import SequenceKv
 
-def check_submission(submission: Submission, *, vocab_size: int, max_context_tokens: int) -> None:
-    """Raise BadRequest for what the client must change."""
+
+def check_submission(
+    submission: Submission, *, vocab_size: int, max_context_tokens: int, block_tokens: int
+) -> None:
+    """Raise BadRequest for what the client or the peer must change."""
     request, sampling = submission.request, submission.request.sampling
     num_prompt = len(request.prompt_tokens)
     if not num_prompt:
@@ -32,6 +38,11 @@ def check_submission(submission: Submission, *, vocab_size: int, max_context_tok
         raise BadRequest(f"max_tokens = {sampling.max_tokens} is less than 1", param="max_tokens")
     if request.num_choices < 1:
         raise BadRequest(f"n = {request.num_choices} is less than 1", param="n")
+    if submission.snapshot_tokens < 0 or submission.snapshot_tokens % block_tokens:
+        raise BadRequest(
+            f"snapshot_tokens = {submission.snapshot_tokens} is not a whole number of blocks of "
+            f"{block_tokens} tokens"
+        )
     assert len(submission.forced_tokens) in {0, request.num_choices}
     assert not (submission.prefill_only and any(submission.forced_tokens))
     assert submission.prefill_only or submission.sink is None
@@ -57,7 +68,11 @@ class SequenceState:
     """None is the prompt."""
     history: TokenHistory | None = None
     """Kept only for requests with penalties."""
-    kv: SequenceKv | None = None
+    kv: "SequenceKv | None" = None
+    is_new: bool = True
+    """It never had a working copy."""
+    told_tokens: int = 0
+    """The hit that the submission came with."""
     last_key: bytes | None = None
     """The key of the last block that `extend_keys` gave to the table."""
 
@@ -83,7 +98,11 @@ class SequenceState:
 
 
 def new_request(
-    submission: Submission, *, max_context_tokens: int, publishes_decode: bool
+    submission: Submission,
+    *,
+    max_context_tokens: int,
+    publishes_decode: bool,
+    kept_every_tokens: int = 0,
 ) -> "RequestState":
     """Return the state of a submission that was checked; choices that have ended are not open."""
     request = submission.request
@@ -93,6 +112,7 @@ def new_request(
         submission=submission,
         max_total_tokens=max_total,
         published_tokens=max_total if publishes_decode else num_prompt,
+        kept_every_tokens=kept_every_tokens,
         open_choices=[],
     )
     for choice in range(request.num_choices):
@@ -114,6 +134,8 @@ class RequestState:
     has bits of its own, the prompt's. Only these are shared."""
     open_choices: list[int]
     """Choices that have not finished, in order."""
+    kept_every_tokens: int = 0
+    """Distance of the snapshots that every prompt leaves; 0: none."""
     num_prompt_ready: int = 0
     """Prompt tokens that came as pages and are not computed again."""
     num_prompt_done: int = 0
@@ -132,6 +154,17 @@ class RequestState:
     def num_prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.submission.request.prompt_tokens)
+
+    @property
+    def publishing(self) -> Publishing:
+        """What becomes of its pages."""
+        return Publishing(
+            prompt_tokens=self.num_prompt_tokens,
+            published_tokens=self.published_tokens,
+            kept_every_tokens=self.kept_every_tokens,
+            sent_every_tokens=self.submission.snapshot_tokens,
+            sink=self.submission.sink,
+        )
 
     @property
     def needs_first_logits(self) -> bool:

@@ -22,8 +22,11 @@ class PageSink(Protocol):
     def page_ready(self, group: int, index: int, block: int, num_tokens: int, page: int) -> None:
         """Take one written page: number `index` of a block, exact up to `num_tokens` tokens of it.
 
-        Comes once for every page that is needed to continue after the prompt and is not part of
-        the prefix hit, layer by layer while the forward pass runs.
+        Comes for every page that is needed to continue after the prompt and is not part of the
+        prefix hit that the submission came with, layer by layer while the forward pass runs, and
+        for every page of the submission's snapshots that there was room for. A prompt that was
+        preempted may tell of a page again. The pages stay until the table is released, those of
+        snapshots alone until `BlockTable.drop_snapshots`.
         """
 
     def progress(self, num_tokens: int) -> None:
@@ -45,6 +48,9 @@ class Submission:
     sink: PageSink | None = None
     prefill_only: bool = False
     """End after the first token of each choice."""
+    snapshot_tokens: int = 0
+    """Windows and states are also kept at the multiples of this many prompt tokens, a whole number
+    of blocks, and the sink hears of them; 0: nowhere."""
     return_logits: bool = False
     """Also send the logits that the first tokens are drawn from."""
 

@@ -119,6 +119,7 @@ def open_store(options: CacheOptions, identity: Identity, progress: Progress) ->
             quota_bytes=options.disk_bytes,
             ttl_s=options.ttl_s,
             tenant_quota_bytes=options.tenant_disk_bytes,
+            zero_freed=options.zero_freed,
             max_queued_bytes=min(MAX_QUEUED_BYTES, options.ram_bytes // 4),
         ),
     )

@@ -103,6 +103,7 @@ class Node:
         *,
         ram_bytes: int = 32 << 20,
         block_tokens: int | None = None,
+        snapshot_tokens: int = 0,
         **options: Any,
     ) -> None:
         layout = model.layout(block_tokens or block_of(model))
@@ -121,7 +122,11 @@ class Node:
         options = {"chunk_tokens": 64, "numerics": model.numerics, **options}
         self.now_s = 0.0
         self.runner = Runner(
-            model=model, cache=self.cache, options=EngineOptions(**options), clock=self.clock
+            model=model,
+            cache=self.cache,
+            options=EngineOptions(**options),
+            clock=self.clock,
+            snapshot_tokens=snapshot_tokens,
         )
         self.results: dict[str, Result] = {}
 
@@ -144,6 +149,7 @@ class Node:
         sink: PageSink | None = None,
         prefill_only: bool = False,
         return_logits: bool = False,
+        snapshot_tokens: int = 0,
         salt: bytes = b"",
     ) -> BlockTable:
         request = Request(
@@ -161,6 +167,7 @@ class Node:
             sink=sink,
             prefill_only=prefill_only,
             return_logits=return_logits,
+            snapshot_tokens=snapshot_tokens,
         )
         try:
             self.runner.submit(submission)

@@ -105,7 +105,7 @@ class Engine:
         saved = {4: computed, 3: computed, 2: computed // BLOCK * BLOCK}.get(next(self.saves), 0)
         del self.capacity[key]
         self.ready[key] = saved
-        self.batcher.moved_out(key, saved)
+        self.batcher.stored(key, saved)
 
     def draw(self, key: int) -> None:
         num_forks, self.num_forks[key] = self.num_forks[key], 0

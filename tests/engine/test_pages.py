@@ -10,6 +10,7 @@ from prfaas.engine.model import Model, Segment
 from prfaas.engine.page_loading import load_pages
 from prfaas.engine.pages import (
     BlockWrite,
+    Publishing,
     drop_private_pages,
     plan_snapshots,
     plan_writes,
@@ -55,25 +56,9 @@ def writes_of(
     kv: SequenceKv, table: BlockTable, layout: CacheLayout, *, end: int, prompt_tokens: int
 ) -> list[BlockWrite]:
     """What a forward without a sink writes that takes `kv` to `end`."""
-    snapshots = plan_snapshots(
-        table,
-        layout,
-        start=kv.num_tokens,
-        end=end,
-        prompt_tokens=prompt_tokens,
-        published_tokens=prompt_tokens,
-    )
-    writes = plan_writes(
-        kv,
-        table,
-        layout,
-        end=end,
-        prompt_tokens=prompt_tokens,
-        published_tokens=prompt_tokens,
-        snapshots=snapshots,
-        sink=None,
-    )
-    return list(writes)
+    publishing = Publishing(prompt_tokens=prompt_tokens, published_tokens=prompt_tokens)
+    snapshots = plan_snapshots(table, layout, publishing, start=kv.num_tokens, end=end)
+    return list(plan_writes(kv, table, layout, publishing, end=end, snapshots=snapshots))
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -37,7 +37,7 @@ def changed(submission: Submission, **fields) -> Submission:
 
 
 def check(submission: Submission) -> None:
-    check_submission(submission, vocab_size=512, max_context_tokens=64)
+    check_submission(submission, vocab_size=512, max_context_tokens=64, block_tokens=16)
 
 
 def test_a_choice_ends_at_a_stop_token_or_at_its_length(submission):
@@ -83,7 +83,14 @@ def test_what_the_client_must_change_is_named(submission, fields, message):
         check(changed(submission, **fields))
 
 
+@pytest.mark.parametrize("snapshot_tokens", [-16, 8, 17, 40])
+def test_snapshots_off_the_block_grid_are_refused_by_name(submission, snapshot_tokens):
+    with pytest.raises(BadRequest, match=f"snapshot_tokens = {snapshot_tokens} .* of 16 tokens"):
+        check(replace(submission, snapshot_tokens=snapshot_tokens))
+
+
 def test_what_fits_is_accepted(submission):
+    check(replace(submission, snapshot_tokens=48))
     check(submission)
     check(changed(submission, prompt_tokens=(511,) * 63))
 

@@ -1,0 +1,66 @@
+"""Prompts that begin alike and come together: one computes what they share, the others wait for it."""
+
+from collections.abc import Iterable
+
+from prfaas.cache.spec import CacheLayout, replay_boundary
+from prfaas.engine.sequence import SequenceState
+
+
+def find_leaders(sequences: Iterable[SequenceState], layout: CacheLayout) -> dict[int, int]:
+    """Return for prompts that never ran another that is to make what they would hit.
+
+    That one runs, or came earlier. In a model with states it is told to keep its state where they
+    part.
+
+    Args:
+        sequences: oldest first.
+        layout: of the cache.
+
+    Returns:
+        Key of a prompt that never ran -> key of the other.
+    """
+    leaders: dict[int, int] = {}
+    alike: dict[bytes, list[SequenceState]] = {}
+    """By the key of their first block."""
+    prompts = [sequence for sequence in sequences if not sequence.is_choice and sequence.table.keys]
+    for prompt in sorted(prompts, key=lambda prompt: prompt.is_new):  # those that ran come first
+        others = alike.setdefault(prompt.table.keys[0], [])
+        leader = _leader_of(prompt, others, layout) if prompt.is_new else None
+        if leader is not None:
+            leaders[prompt.key] = leader.key
+        others.append(prompt)
+    return leaders
+
+
+def _leader_of(
+    prompt: SequenceState, others: Iterable[SequenceState], layout: CacheLayout
+) -> SequenceState | None:
+    block_tokens = layout.block_tokens
+    limit_tokens = replay_boundary(len(prompt.tokens), block_tokens)
+    for other in others:
+        done_tokens = other.resume_tokens if other.kv is None else other.kv.num_tokens
+        shared_tokens = prompt.table.num_shared_blocks(other.table.keys) * block_tokens
+        usable_tokens = min(shared_tokens, limit_tokens)
+        if usable_tokens > max(done_tokens, prompt.resume_tokens):
+            if layout.has_states:
+                other.table.mark(usable_tokens)
+            return other
+    return None
+
+
+def look_again(prompt: SequenceState, layout: CacheLayout) -> bool:
+    """Let a prompt that never ran start from what was published since it came; return if it gained.
+
+    Its table must be in nobody else's use behind the hit.
+    """
+    table = prompt.table
+    if table.num_tokens != table.hit_tokens:
+        return False  # it came whole from a peer
+    hit_tokens = table.look_again(len(prompt.tokens))
+    if hit_tokens <= prompt.stored_tokens:
+        return False
+    state = prompt.owner
+    prompt.stored_tokens = hit_tokens
+    prompt.resume_tokens = min(hit_tokens, state.num_reusable(layout))
+    state.num_prompt_ready = state.num_prompt_done = prompt.resume_tokens
+    return True
