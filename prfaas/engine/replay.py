@@ -65,6 +65,7 @@ class ReplayEngine(Runner):
             clock=clock,
             snapshot_tokens=snapshot_tokens,
         )
+        self._leaves_turns = False  # no pass of the profile's is theirs
         self._replayed = model
         self._timing = timing
         self._sleep = sleep
@@ -93,25 +94,24 @@ class ReplayEngine(Runner):
         """Return the next pass, or None if there is nothing to compute."""
         began_s = self._clock() if self._free_s is None else self._free_s
         self._step_count += 1
-        plan = self._batcher.plan()
-        self._make_room(plan)
+        plan = self._plan()
         forward = ReplayForward(self._cache, self._replayed)
-        duration_s = self._timing.step_s(len(plan.decodes))
+        duration_s, num_decodes, num_prefill_tokens = 0.0, 0, 0
         for grant in (*plan.decodes, *plan.prefills):
-            if grant.key in self._sequences:  # its request has not just failed
-                forward.add(self._sequences[grant.key], grant.num_tokens)
-        for grant in plan.prefills:
-            if grant.key in self._sequences:
-                sequence = self._sequences[grant.key]
-                first = _kv(sequence).num_loaded
-                duration_s += self._timing.chunk_s(
-                    grant.start - first,
-                    grant.start + grant.num_tokens - first,
-                    len(sequence.tokens) - first,
-                )
+            if grant.key not in self._sequences:  # its request has just failed
+                continue
+            sequence = self._sequences[grant.key]
+            forward.add(sequence, grant.num_tokens)
+            if grant in plan.decodes and sequence.is_choice:
+                num_decodes += 1
+                continue
+            first = _kv(sequence).num_loaded
+            start, end = grant.start - first, grant.start + grant.num_tokens - first
+            duration_s += self._timing.chunk_s(start, end, len(sequence.tokens) - first)
+            num_prefill_tokens += grant.num_tokens
+        duration_s += self._timing.step_s(num_decodes)
         if not forward.sequences:
             return None
-        num_prefill_tokens = sum(grant.num_tokens for grant in plan.prefills)
         return _Pass(forward, began_s, duration_s, num_prefill_tokens, self._replayed.num_layers)
 
     def _wait(self, running: _Pass) -> bool:

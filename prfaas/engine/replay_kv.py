@@ -27,8 +27,9 @@ _UNSPOKEN_LOGIT = np.float32(-24.0)
 """Added to the logits of everything but small letters and spaces."""
 
 Words = NDArray[np.uint64]
-Stream = Callable[[bytes, int], bytes]
-"""(16 bytes of key, number of bytes) -> bytes that all depend on all of the key."""
+Bytes = NDArray[np.uint8]
+Stream = Callable[[bytes, int], Bytes]
+"""(16 bytes of key, number of bytes) -> bytes that depend on all of the key, until the next call."""
 
 
 class TokenChain:
@@ -93,7 +94,7 @@ class ReplayedKv:
 
     def export_block(self, layer: int, block: int, num_tokens: int, out: memoryview) -> None:
         """Write what stands for K and V of the first `num_tokens` tokens of a block."""
-        out[:] = self._expected(_KV, layer, block * self._block_tokens + num_tokens, 0, len(out))
+        self._give(_KV, layer, block * self._block_tokens + num_tokens, 0, out)
 
     def import_block(self, layer: int, block: int, num_tokens: int, data: memoryview) -> None:
         """Read what export_block wrote."""
@@ -105,7 +106,7 @@ class ReplayedKv:
 
     def export_state(self, layer: int, position: int, start: int, out: memoryview) -> None:
         """Write what stands for the bytes from `start` on of a state after `position` tokens."""
-        out[:] = self._expected(_STATE, layer, position, start, len(out))
+        self._give(_STATE, layer, position, start, out)
 
     def import_state(self, layer: int, position: int, start: int, data: memoryview) -> None:
         """Read what export_state wrote."""
@@ -125,12 +126,16 @@ class ReplayedKv:
         other.taint = self.taint
         return other
 
+    def _give(self, kind: int, layer: int, position: int, start: int, out: memoryview) -> None:
+        np.frombuffer(out, np.uint8)[:] = self._expected(kind, layer, position, start, len(out))
+
     def _take(self, kind: int, layer: int, position: int, start: int, data: memoryview) -> None:
-        if data != self._expected(kind, layer, position, start, len(data)):
+        expected = self._expected(kind, layer, position, start, len(data))
+        if not np.array_equal(np.frombuffer(data, np.uint8), expected):
             place = _PLACE.pack(kind, layer, start) + position.to_bytes(8, "little")
             self.taint = blake2b(self.taint + place + data, digest_size=16).digest()
 
-    def _expected(self, kind: int, layer: int, position: int, start: int, size: int) -> bytes:
+    def _expected(self, kind: int, layer: int, position: int, start: int, size: int) -> Bytes:
         place = _PLACE.pack(kind, layer, start)
         key = blake2b(self.digest(position) + place, digest_size=16).digest()
         return self._stream(key, size)
@@ -162,7 +167,7 @@ class ReplayConfig:
 
 
 class ReplayModel:
-    """Makes logits, and working copies that make pages, out of hashes.
+    """Makes logits, and working copies that make pages, out of hashes. For one thread.
 
     Args:
         layout: of the pages.
@@ -178,6 +183,7 @@ class ReplayModel:
         num_words = max(-(-layout.page_bytes // 8), config.vocab_size)
         noise = np.random.PCG64(int.from_bytes(self._root, "little"))
         self._noise: Words = noise.random_raw(num_words)
+        self._scratch: Words = np.empty_like(self._noise)  # a new array a page costs page faults
         self._offset_V = np.full(config.vocab_size, _UNSPOKEN_LOGIT, np.float32)
         self._offset_V[[*_SPOKEN]] = 0.0
 
@@ -198,12 +204,13 @@ class ReplayModel:
         return logits_V
 
     def _mix(self, key: bytes, num_words: int) -> Words:
-        """Return fixed noise, shifted and multiplied by what the key says."""
+        """Return fixed noise, shifted and multiplied by what the key says, until the next call."""
         shift, factor = struct.unpack("<QQ", key)
-        words = self._noise[:num_words] ^ np.uint64(shift)
-        words *= np.uint64(factor | 1)
+        words = self._scratch[:num_words]
+        np.bitwise_xor(self._noise[:num_words], np.uint64(shift), out=words)
+        np.multiply(words, np.uint64(factor | 1), out=words)
         return words
 
-    def _stream(self, key: bytes, num_bytes: int) -> bytes:
+    def _stream(self, key: bytes, num_bytes: int) -> Bytes:
         words = self._mix(key, -(-num_bytes // 8)).astype("<u8", copy=False)
-        return words.tobytes()[:num_bytes]
+        return words.view(np.uint8)[:num_bytes]
