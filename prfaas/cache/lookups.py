@@ -6,9 +6,6 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
-from prfaas.cache.groups import IsPresent, shared_blocks
-from prfaas.cache.spec import CacheLayout, FullSpec
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -56,26 +53,22 @@ class LookupCounts:
 
 
 def miss_reason(
-    layout: CacheLayout,
+    num_groups: int,
     keys: Sequence[bytes],
     num_blocks: int,
+    shared: int,
     limit: int,
-    is_present: IsPresent,
     was_evicted: Callable[[PageKey], bool],
 ) -> MissReason | None:
     """Return why a hit has `num_blocks` and not `limit`; None if it has as many.
 
-    "evicted" is said of what left lately; what left long ago is like what never was.
+    All full groups have the first `shared`, at least those of the hit. "evicted" is said of what
+    left lately; what left long ago is like what never was.
     """
     if num_blocks == limit:
         return None
-    groups = range(len(layout.groups))
-    has_full = any(isinstance(spec, FullSpec) for spec in layout.groups)
-    shared = num_blocks
-    if has_full:
-        shared = shared_blocks(layout.groups, limit, is_present, start=num_blocks)
-    missing = {shared - 1, shared, limit - 1} & set(range(num_blocks, limit))
-    if any(was_evicted((group, keys[block])) for group in groups for block in missing):
+    missing = {b for b in (shared - 1, shared, limit - 1) if num_blocks <= b < limit}
+    if any(was_evicted((group, keys[block])) for group in range(num_groups) for block in missing):
         return "evicted"
     return "no_snapshot" if shared > num_blocks else "no_prefix"
 

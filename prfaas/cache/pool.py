@@ -7,16 +7,25 @@ its pages are needed, any other is freed. So free + referenced + cached = all pa
 
 import mmap
 import threading
-from collections import OrderedDict
-from collections.abc import Collection, Iterator, KeysView, Sequence
+from bisect import bisect_left
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 from prfaas.cache.lookups import LookupCounts
-from prfaas.cache.policy import EvictionOrder, Rank
+from prfaas.cache.policy import COLD, EvictionOrder, Run, level_of
 from prfaas.errors import ConfigError
 
 PageKey = tuple[int, bytes]
 """(group, block key): what an entry is published under."""
+
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14; Python has no name for it."""
+_PREFAULT_BYTES = 1 << 20
+"""Of one call, which holds up Python's other threads: half a millisecond."""
 
 MAX_GONE = 1 << 16
 """Evicted keys that are remembered, to say why a lookup found nothing."""
@@ -26,23 +35,23 @@ MAX_GONE = 1 << 16
 class Entry:
     """The pages of one (group, block), of all its layers; lives and dies whole."""
 
-    pages: tuple[int, ...]
     num_refs: int = 1
     """Block tables, reads and writes that hold it."""
+    is_kept: bool = False
+    """A lower tier has it, or will."""
     key: PageKey | None = None
     """Set once, when published: from then on the bytes are whole and never change."""
+    worth: float = 1.0
+    """Tokens that it saves per MiB; see `policy.worth_of`."""
+    place: Run | None = None
+    """Where it waits to leave. None: not published, or held when an eviction met it."""
+    pages: tuple[int, ...]
     is_transfer: bool = False
     """Reserved for bytes on their way from a peer, and not yet published."""
     was_hit: bool = False
-    """A lookup found it: a place where prompts part ways."""
-    worth: float = 0.0
-    """Tokens that it saves per MiB; see `policy.worth_of`."""
+    """A lookup found it. Of full attention only noted until a lower tier has it."""
     was_gone: bool = False
     """It had been evicted lately when it was published."""
-    is_kept: bool = False
-    """A lower tier has it, or will."""
-    rank: Rank | None = None
-    """Its place among the idle, from its last use by a block table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +107,10 @@ class PagePool:
         self.lock = threading.Lock()
         self._free = list(range(self.num_pages - 1, -1, -1))  # a stack; low numbers come first
         self._owner: list[Entry | None] = [None] * self.num_pages
-        self._index: dict[PageKey, Entry] = {}
-        self._idle: EvictionOrder[Entry] = EvictionOrder()
+        self._index: defaultdict[int, dict[bytes, Entry]] = defaultdict(dict)
+        """Group -> block key -> entry."""
+        self._order: EvictionOrder[Entry] = EvictionOrder()
+        """All that is idle, and what is held but for what an eviction met: that is put back."""
         self._gone: OrderedDict[PageKey, None] = OrderedDict()
         """The latest keys that were evicted."""
         self._num_cached = 0
@@ -119,6 +130,25 @@ class PagePool:
         start = page * self.page_bytes
         return self._arena[start : start + self.page_bytes]
 
+    def prefault(self, num_bytes: int) -> None:
+        """Have the system put memory behind so many bytes of the next pages that nobody took yet.
+
+        The first write to fresh memory takes several times as long as later ones. Changes no byte;
+        where the system cannot, nothing happens. Holds no lock meanwhile.
+        """
+        arena = self._map
+        with self.lock:  # the free pages that were never taken are the stack's lowest
+            num_fresh = bisect_left(
+                range(len(self._free)), 1, key=lambda at: self._free[at] != self.num_pages - 1 - at
+            )
+        if arena is None:
+            return
+        start = (self.num_pages - num_fresh) * self.page_bytes
+        stop = min(start + num_bytes, self.num_pages * self.page_bytes)
+        with suppress(OSError):
+            for at in range(start - start % mmap.PAGESIZE, stop, _PREFAULT_BYTES):
+                arena.madvise(_MADV_POPULATE_WRITE, at, min(_PREFAULT_BYTES, stop - at))
+
     def close(self) -> None:
         """Give the memory back as soon as the last view or tensor over it is gone."""
         self._arena.release()
@@ -126,30 +156,32 @@ class PagePool:
 
     # ------------------------------------------------------------ under the lock
 
-    @property
-    def published(self) -> KeysView[PageKey]:
-        """The keys of published entries, as they are at each look. Needs the lock."""
-        return self._index.keys()
+    def published(self, group: int) -> Mapping[bytes, Entry]:
+        """Return a group's published entries by block key, as they are at each look.
+
+        Needs the lock.
+        """
+        return self._index[group]
 
     def was_evicted(self, key: PageKey) -> bool:
         """Return whether it was published and is among the latest evicted. Needs the lock."""
         return key in self._gone
 
-    def try_hold(self, key: PageKey) -> Entry | None:
-        """Return the published entry with one reference more, or None. Needs the lock."""
-        entry = self._index.get(key)
-        if entry is not None:
-            if entry.num_refs == 0:
-                self._idle.remove(entry)
-                self._num_cached -= len(entry.pages)
-            entry.num_refs += 1
-        return entry
+    def hold(self, entries: Sequence[Entry]) -> None:
+        """Add a reference to each published entry; they are of one group. Needs the lock."""
+        num_idle = 0
+        for entry in entries:
+            if entry.num_refs:
+                entry.num_refs += 1
+            else:
+                entry.num_refs = 1
+                num_idle += 1
+        if num_idle:
+            self._num_cached -= num_idle * len(entries[0].pages)
 
-    def hold(self, key: PageKey) -> Entry:
-        """Return an entry that is published, with one reference more. Needs the lock."""
-        entry = self.try_hold(key)
-        assert entry is not None, "not published"
-        return entry
+    def has_room(self, num_pages: int) -> bool:
+        """Return whether so many pages are free or can be. Needs the lock."""
+        return num_pages <= len(self._free) + self._num_cached
 
     def try_take(self, sizes: Sequence[int], *, is_transfer: bool) -> list[Entry] | None:
         """Return one new entry of each size with a reference each, or None and change nothing.
@@ -157,7 +189,7 @@ class PagePool:
         Evicts cached entries in the order of `policy.EvictionOrder`. Needs the lock.
         """
         num_pages = sum(sizes)
-        if num_pages > len(self._free) + self._num_cached:
+        if not self.has_room(num_pages):
             return None
         while len(self._free) < num_pages:
             self._evict_one()
@@ -173,21 +205,25 @@ class PagePool:
             self._num_transfer += num_pages
         return entries
 
-    def publish(self, entry: Entry, key: PageKey, *, worth: float = 0.0) -> Entry:
+    def publish(self, entry: Entry, key: PageKey, *, worth: float = 1.0) -> Entry:
         """Return the entry that `key` names from now on, referenced by the caller.
 
         Either `entry` itself, or the one that was published first: then the caller has a reference
         to each, and lets `entry` go when nobody reads it. Needs the lock.
         """
         assert entry.key is None, "published twice"
-        if key in self._index:
-            return self.hold(key)
+        group, block_key = key
+        current = self._index[group].get(block_key)
+        if current is not None:
+            self.hold([current])
+            return current
         if entry.is_transfer:
             entry.is_transfer = False
             self._num_transfer -= len(entry.pages)
         entry.key, entry.worth, entry.was_gone = key, worth, key in self._gone
-        self._index[key] = entry
+        self._index[group][block_key] = entry
         self._gone.pop(key, None)
+        self._order.use([entry], self._level(worth))
         return entry
 
     def let_go(self, entry: Entry, *, is_cold: bool = False) -> None:
@@ -195,8 +231,35 @@ class PagePool:
 
         A cold entry is evicted before any warm one. Needs the lock.
         """
-        entry.rank = self._rank(entry, is_cold=is_cold)
-        self.end_reading(entry)
+        self.let_go_all([entry], is_cold=is_cold)
+
+    def let_go_all(
+        self, entries: Sequence[Entry], *, worth: float | None = None, is_cold: bool = False
+    ) -> None:
+        """Drop one reference to each, as `let_go` does: the first is the first to be evicted.
+
+        They are of one group. `worth` is that of the use they are let go after, if it differs from
+        their own. Needs the lock.
+        """
+        published = [entry for entry in entries if entry.key is not None]
+        if len(published) < len(entries):
+            for entry in entries:
+                if entry.key is None:
+                    self.end_reading(entry)
+        num_idle = 0
+        for entry in published:
+            num_refs = entry.num_refs
+            assert num_refs > 0, "let go more often than held"
+            entry.num_refs = num_refs - 1
+            if num_refs == 1:
+                num_idle += 1
+        if num_idle:
+            self._num_cached += num_idle * len(published[0].pages)
+        if worth is not None:
+            self._order.use(published, self._level(worth))
+            return
+        for own, run in groupby(published, attrgetter("worth")):
+            self._order.use(list(run), COLD if is_cold else self._level(own))
 
     def end_reading(self, entry: Entry) -> None:
         """Drop one reference, as `let_go` does, that was no use: its place stays. Needs the lock."""
@@ -207,34 +270,35 @@ class PagePool:
         if entry.key is None:
             self._free_pages(entry)
             return
-        if entry.rank is None:
-            entry.rank = self._rank(entry)
-        self._idle.add(entry, entry.rank)
+        if entry.place is None:  # it was to leave next when an eviction met it
+            self._order.use([entry], COLD)
         self._num_cached += len(entry.pages)
 
     def chill(self, key: PageKey) -> None:
         """Let an idle entry leave before any warm one: nobody can use it. Needs the lock."""
-        entry = self._index.get(key)
-        if entry is not None and entry in self._idle:
-            entry.rank = self._rank(entry, is_cold=True)
-            self._idle.add(entry, entry.rank)
+        entry = self._index[key[0]].get(key[1])
+        if entry is not None and not entry.num_refs:
+            self._order.use([entry], COLD)
 
-    def _rank(self, entry: Entry, *, is_cold: bool = False) -> Rank:
-        return self._idle.rank(max(entry.worth, self._least_worth), is_cold=is_cold)
+    def _level(self, worth: float) -> int:
+        return level_of(max(worth, self._least_worth))
 
     def _evict_one(self) -> None:
-        entry = self._idle.pop()
+        entry = self._order.pop()
+        while entry.num_refs:  # it takes a new place when it is let go
+            entry = self._order.pop()
         assert entry.key is not None
-        del self._index[entry.key]
+        group, block_key = entry.key
+        del self._index[group][block_key]
         self._gone[entry.key] = None
         if len(self._gone) > MAX_GONE:
             self._gone.popitem(last=False)
         self._num_cached -= len(entry.pages)
         self._num_evictions += 1
         self._free_pages(entry)
-        if entry.key[0] in self._supporting:
-            for group in self._supported:
-                self.chill((group, entry.key[1]))
+        if group in self._supporting:
+            for other in self._supported:
+                self.chill((other, block_key))
 
     def _free_pages(self, entry: Entry) -> None:
         if entry.is_transfer:
@@ -279,14 +343,15 @@ class PagePool:
         assert sorted(owned + self._free) == list(range(self.num_pages)), "a page has no one place"
         assert all(self._owner[page] is entry for entry in entries for page in entry.pages)
         published = {entry.key: entry for entry in entries if entry.key is not None}
-        assert published == self._index, "the index and the owners differ"
-        self._idle.check()
+        indexed = {(g, key): entry for g, of in self._index.items() for key, entry in of.items()}
+        assert published == indexed, "the index and the owners differ"
+        self._order.check()
+        waiting = {entry for entry in entries if entry.place is not None}
+        assert len(waiting) == len(self._order), "what is to leave and what says so differ"
         idle = {entry for entry in entries if entry.num_refs == 0}
-        assert len(idle) == len(self._idle), "idle entries and those that can leave differ"
-        assert all(entry in self._idle for entry in idle), "an idle entry would never leave"
-        assert not self._gone.keys() & self._index.keys(), "a published key counts as evicted"
+        assert idle <= waiting <= set(published.values()), "an idle entry would never leave"
+        assert not self._gone.keys() & published.keys(), "a published key counts as evicted"
         assert len(self._gone) <= MAX_GONE
-        assert all(entry.key is not None for entry in idle), "an idle entry was never published"
         assert sum(len(entry.pages) for entry in idle) == self._num_cached
         in_transfer = [entry for entry in entries if entry.is_transfer]
         assert all(entry.key is None for entry in in_transfer)

@@ -5,14 +5,18 @@ The pool's lock is held for each call's bookkeeping only; keys are hashed and pa
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import cast
 
 from prfaas.cache.block_table import BlockTable
-from prfaas.cache.groups import IsPresent, longest_hit, shared_blocks
+from prfaas.cache.groups import Presence, longest_hit, pinned_blocks, shared_blocks
 from prfaas.cache.hashing import block_keys
+from prfaas.cache.held import HeldBlocks
 from prfaas.cache.lookups import LookupCounts, Openings, miss_reason
 from prfaas.cache.policy import dense_worth
-from prfaas.cache.pool import Entry, PageKey, PagePool, PoolCounts
-from prfaas.cache.spec import CacheLayout, FullSpec, held_blocks
+from prfaas.cache.pool import Entry, PagePool, PoolCounts
+from prfaas.cache.presence import InRam, InRamOrOnDisk
+from prfaas.cache.spec import CacheLayout, FullSpec
 from prfaas.cache.tenants import tenant_of
 from prfaas.cache.tiers import DiskTier, PageStore, Promotion
 from prfaas.errors import ConfigError
@@ -62,19 +66,26 @@ class PrefixCache:
         root = self._root(salt) if after is None else after
         return block_keys(root, tokens, self.layout.block_tokens)
 
-    def lookup(self, keys: Sequence[bytes], num_tokens: int, *, salt: bytes = b"") -> BlockTable:
+    def lookup(
+        self,
+        keys: Sequence[bytes],
+        num_tokens: int,
+        *,
+        salt: bytes = b"",
+        is_counted: bool = True,
+    ) -> BlockTable:
         """Return a table that pins the longest prefix in RAM which every group of layers can serve.
 
         The hit ends at a block and leaves at least one of the `num_tokens` prompt tokens to
         compute. The caller is the table's one holder. `salt` is that of the keys.
         """
         limit = self._limit(keys, num_tokens)
-        is_present = self._presence(keys)
         with self.pool.lock:
-            num_blocks = self._longest(limit, is_present)
-            held, _ = self._hold(keys, num_blocks)
-            table = self._table(keys, limit, held, num_blocks, salt, is_present)
-            self._count(table, keys, num_tokens, is_present)
+            ram = InRam(self.pool, keys[:limit])
+            num_blocks = self._longest(limit, ram)
+            table = self._table(keys, ram, num_blocks, salt, ram)
+            if is_counted:
+                self._count(table, keys, num_tokens, limit, ram)
         return table
 
     def find(
@@ -93,87 +104,76 @@ class PrefixCache:
         block without a salt, to tell why there is no hit. Touches no disk.
         """
         tier = self.tier
-        in_ram = is_present = self._presence(keys)
-        if tier is not None:
-            known = tier.store.known
-
-            def is_present(group: int, block: int) -> bool:
-                return in_ram(group, block) or known((group, keys[block]))
-
         limit = self._limit(keys, num_tokens)
         with self.pool.lock:
-            num_blocks = self._longest(limit, is_present)
-            held, absent = self._hold(keys, num_blocks)
-            if absent:
-                assert tier is not None
-                ram_blocks = self._longest(limit, in_ram)
+            ram = InRam(self.pool, keys[:limit])
+            presence = ram if tier is None else InRamOrOnDisk(ram, tier.store)
+            num_blocks = self._longest(limit, presence)
+            ram_blocks = num_blocks
+            if tier is not None and not self._is_held(ram, num_blocks):
+                ram_blocks = self._longest(limit, ram)
                 promotion = tier.try_promote(
-                    [entry for entries in held for entry in entries.values()],
-                    absent,
+                    ram,
+                    num_blocks,
                     ram_tokens=ram_blocks * self.layout.block_tokens
                     if after is None
                     else after.ram_tokens,
                 )
                 if promotion is not None:
                     return promotion
-                num_blocks = ram_blocks
-                held, _ = self._hold(keys, num_blocks)
-            table = self._table(keys, limit, held, num_blocks, salt, is_present)
+            table = self._table(keys, ram, ram_blocks, salt, presence)
             is_anothers = opening is not None and self._openings.is_anothers(opening, salt)
-            self._count(table, keys, num_tokens, is_present, after, is_anothers=is_anothers)
+            self._count(table, keys, num_tokens, limit, presence, after, is_anothers=is_anothers)
         if tier is not None:
-            tier.touch(keys, num_blocks)
+            tier.touch(keys, ram_blocks)
         return table
 
     def _limit(self, keys: Sequence[bytes], num_tokens: int) -> int:
         return min(len(keys), max(0, num_tokens - 1) // self.layout.block_tokens)
 
-    def _longest(self, limit: int, is_present: IsPresent) -> int:
-        return longest_hit(self.layout.groups, self.layout.block_tokens, limit, is_present)
+    def _longest(self, limit: int, presence: Presence) -> int:
+        return longest_hit(self.layout.groups, self.layout.block_tokens, limit, presence)
 
-    def _hold(
-        self, keys: Sequence[bytes], num_blocks: int
-    ) -> tuple[list[dict[int, Entry]], list[tuple[PageKey, int]]]:
-        """Hold what a hit of so many blocks pins; return it, and the (key, block) not in RAM."""
-        block_tokens = self.layout.block_tokens
-        held: list[dict[int, Entry]] = []
-        absent: list[tuple[PageKey, int]] = []
-        for group, spec in enumerate(self.layout.groups):
-            entries: dict[int, Entry] = {}
-            for block in held_blocks(spec, num_blocks * block_tokens, block_tokens):
-                entry = self.pool.try_hold((group, keys[block]))
-                if entry is None:
-                    absent.append(((group, keys[block]), block))
-                else:
-                    entries[block] = entry
-            held.append(entries)
-        return held, absent
+    def _shared(self, hit: int, limit: int, presence: Presence) -> int:
+        """Return the leading blocks whose KV is there, at least those of the hit."""
+        if not any(isinstance(spec, FullSpec) for spec in self.layout.groups):
+            return hit
+        return shared_blocks(self.layout.groups, limit, presence)
+
+    def _is_held(self, ram: InRam, num_blocks: int) -> bool:
+        """Return whether RAM has all that a hit of so many blocks pins."""
+        return all(
+            all(ram.some(group, blocks))
+            for group, blocks in enumerate(pinned_blocks(self.layout, num_blocks))
+        )
 
     def _table(
         self,
         keys: Sequence[bytes],
-        limit: int,
-        held: list[dict[int, Entry]],
+        ram: InRam,
         num_blocks: int,
         salt: bytes,
-        is_present: IsPresent,
+        presence: Presence,
     ) -> BlockTable:
-        """Return a table over what is held."""
-        for entries in held:
-            for entry in entries.values():
-                entry.was_hit = True
-                if self.tier is not None and not entry.is_kept:
-                    self.tier.write_behind(entry, tenant_of(salt))
-        hit_tokens = num_blocks * self.layout.block_tokens
-        junction_tokens = self._junction(num_blocks, limit, is_present) * self.layout.block_tokens
+        """Return a table that holds what a hit of so many blocks pins; RAM has it all."""
+        held = []
+        for group, blocks in enumerate(pinned_blocks(self.layout, num_blocks)):
+            entries = cast("list[Entry]", ram.some(group, blocks))
+            self.pool.hold(entries)
+            held.append(HeldBlocks(blocks, entries))
+            self._note_hits(group, entries, salt)
+        block_tokens, limit = self.layout.block_tokens, len(ram.keys)
+        junction = 0
+        if self.layout.has_states:
+            junction = self._shared(num_blocks, limit, presence)
         table = BlockTable(
             layout=self.layout,
             pool=self.pool,
             live=self._live,
             keys=keys,
-            hit_tokens=hit_tokens,
-            junction_tokens=junction_tokens if junction_tokens > hit_tokens else 0,
-            replay_tokens=limit * self.layout.block_tokens,
+            hit_tokens=num_blocks * block_tokens,
+            junction_tokens=junction * block_tokens if junction > num_blocks else 0,
+            replay_tokens=limit * block_tokens,
             held=held,
             tier=self.tier,
             tenant=tenant_of(salt),
@@ -181,23 +181,35 @@ class PrefixCache:
         self._live.add(table)
         return table
 
+    def _note_hits(self, group: int, entries: list[Entry], salt: bytes) -> None:
+        """Let what is wanted again go to disk, and windows and states stay where prompts part."""
+        is_full = isinstance(self.layout.groups[group], FullSpec)
+        if is_full and (self.tier is None or all(map(attrgetter("is_kept"), entries))):
+            return
+        for entry in entries:
+            entry.was_hit = True
+            if self.tier is not None and not entry.is_kept:
+                self.tier.write_behind(entry, tenant_of(salt))
+
     def _count(
         self,
         table: BlockTable,
         keys: Sequence[bytes],
         num_tokens: int,
-        is_present: IsPresent,
+        limit: int,
+        presence: Presence,
         promotion: Promotion | None = None,
         *,
         is_anothers: bool = False,
     ) -> None:
         """Count a lookup, and why it found no more."""
+        hit = table.hit_tokens // self.layout.block_tokens
         reason = miss_reason(
-            self.layout,
+            len(self.layout.groups),
             keys,
-            table.hit_tokens // self.layout.block_tokens,
-            self._limit(keys, num_tokens),
-            is_present,
+            hit,
+            self._shared(hit, limit, presence),
+            limit,
             self.pool.was_evicted,
         )
         if is_anothers and not table.hit_tokens and reason == "no_prefix":
@@ -208,17 +220,6 @@ class PrefixCache:
             ram_tokens=table.hit_tokens if promotion is None else promotion.ram_tokens,
             reason=reason,
         )
-
-    def _presence(self, keys: Sequence[bytes]) -> IsPresent:
-        published = self.pool.published  # asked for every block of a prompt: no call in between
-        return lambda group, block: (group, keys[block]) in published
-
-    def _junction(self, hit: int, limit: int, is_present: IsPresent) -> int:
-        """Return the leading blocks that other prompts share, where that takes a state to use."""
-        groups = self.layout.groups
-        if not self.layout.has_states or not any(isinstance(spec, FullSpec) for spec in groups):
-            return 0
-        return shared_blocks(groups, limit, is_present, start=hit)
 
     def counts(self) -> PoolCounts:
         """Return pages by state and the totals, all of one moment."""

@@ -233,6 +233,10 @@ class Store:
         """Return whether `get` is likely to succeed. Takes no lock and touches no disk."""
         return self._records.known(key)
 
+    def num_known(self, group: int, keys: Sequence[bytes]) -> int:
+        """Return how many blocks of a group are `known` before the first that is not."""
+        return self._records.num_known(group, keys)
+
     def get(self, key: PageKey, into: Sequence[memoryview]) -> bool:
         """Fill the buffers with the record's very bytes and return True, or return False: a miss.
 

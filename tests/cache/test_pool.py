@@ -1,5 +1,9 @@
 """The account of pages, and the arena under them."""
 
+import ctypes
+import mmap
+
+import numpy as np
 import pytest
 import torch
 
@@ -31,7 +35,7 @@ def test_taking_more_than_there_is_changes_nothing():
         pool.publish(entry, (0, b"key"))
         pool.let_go(entry)
         assert pool.try_take([3, 2], is_transfer=True) is None
-        assert (0, b"key") in pool.published
+        assert b"key" in pool.published(0)
         assert (pool.num_free, pool.num_cached, pool.num_transfer) == (2, 2, 0)
         assert pool.num_evictions == 0
         pool.check()
@@ -47,11 +51,12 @@ def test_cold_entries_go_first_then_the_least_recently_let_go():
             pool.publish(entry, (0, bytes([name])))
         for name, is_cold in zip((0, 1, 2, 3), (False, True, False, True), strict=True):
             pool.let_go(entries[name], is_cold=is_cold)
-        pool.let_go(pool.hold((0, b"a")))  # used again: now the most recent
+        pool.hold([entries[0]])
+        pool.let_go(entries[0])  # used again: now the most recent
         gone = []
         for _ in range(4):
             assert pool.try_take([1], is_transfer=False) is not None
-            gone += [n for n in b"abcd" if (0, bytes([n])) not in pool.published and n not in gone]
+            gone += [n for n in b"abcd" if bytes([n]) not in pool.published(0) and n not in gone]
         assert bytes(gone) == b"bdca"
         assert pool.num_evictions == 4
         pool.check()
@@ -65,7 +70,7 @@ def test_an_entry_that_is_held_is_not_evicted():
         pool.publish(first, (0, b"a"))
         pool.publish(second, (0, b"b"))
         pool.let_go(first)
-        assert pool.hold((0, b"a")) is first
+        pool.hold([first])
         assert pool.try_take([1], is_transfer=False) is None
         pool.check()
     pool.close()
@@ -127,7 +132,7 @@ def test_bytes_that_someone_still_looks_at_outlive_the_pool():
         lambda pool: pool._free.append(0),
         lambda pool: pool._free.pop(),
         lambda pool: pool._index.clear(),
-        lambda pool: pool._idle._ranks.clear(),
+        lambda pool: next(iter(pool._order._queues.values())).clear(),
         lambda pool: setattr(pool, "_num_cached", 2),
         lambda pool: setattr(pool, "_num_transfer", 1),
     ],
@@ -143,3 +148,34 @@ def test_check_notices_a_damaged_account(damage):
         with pytest.raises(AssertionError):
             pool.check()
     pool.close()
+
+
+def test_memory_ahead_is_that_of_pages_nobody_took_and_changes_no_byte():
+    num_pages, page_bytes = 16, 1 << 20
+    pool = PagePool(num_pages * page_bytes, page_bytes)
+    with pool.lock:
+        (entry, _) = pool.try_take([2, 3], is_transfer=False) or []
+    pool.view(entry.pages[0])[:] = b"a" * page_bytes
+    with pool.lock:
+        pool.let_go(entry)  # free again, and no longer fresh
+    resident = [resident_pages(pool, page) for page in range(num_pages)]
+    assert [share > 0 for share in resident] == [True] + [False] * 15
+    pool.prefault(4 * page_bytes)
+    expected = [True] + [False] * 4 + [True] * 4 + [False] * 7
+    assert [resident_pages(pool, page) == 1 for page in range(num_pages)] == expected
+    pool.prefault(100 * page_bytes)
+    assert all(resident_pages(pool, page) == 1 for page in range(5, num_pages))
+    assert bytes(pool.arena[:page_bytes]) == b"a" * page_bytes
+    assert not any(pool.arena[page_bytes:])
+    with pool.lock:
+        pool.check()
+    pool.close()
+
+
+def resident_pages(pool, page):
+    """The part of one pool page that there is memory behind."""
+    array = np.frombuffer(pool.arena[:], dtype=np.uint8)
+    present = (ctypes.c_ubyte * (pool.page_bytes // mmap.PAGESIZE))()
+    start = ctypes.c_void_p(array.ctypes.data + page * pool.page_bytes)
+    assert ctypes.CDLL(None).mincore(start, ctypes.c_size_t(pool.page_bytes), present) == 0
+    return sum(byte & 1 for byte in present) / len(present)

@@ -380,7 +380,7 @@ def test_check_notices_a_reference_that_no_table_holds():
     prefill(cache, list(range(5)))
     keys = cache.block_keys(list(range(5)), b"")
     with cache.pool.lock:
-        cache.pool.hold((FULL, keys[0]))
+        cache.pool.hold([cache.pool.published(FULL)[keys[0]]])
     with pytest.raises(AssertionError, match="holders differ"):
         cache.check()
     cache.close()

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass, field
+from math import log2
 from random import Random
 
 import pytest
@@ -39,6 +40,7 @@ LAYOUT = CacheLayout(
     ),
 )
 SIZES = [1, 2, 4]
+LEAST_WORTH = BLOCK_TOKENS * 2**20 / PAGE_BYTES
 GROUPS = st.sampled_from([0, 1, 2])
 SALTS = st.sampled_from([b"", b"other tenant"])
 PROMPTS = st.lists(st.sampled_from([0, 1]), max_size=11)
@@ -93,7 +95,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Every published key and the tables that hold it."""
         self.worths: dict[Key, float] = {}
         self.ranks: dict[Key, tuple[bool, float, int]] = {}
-        """Of every published key that was let go: whether warm, worth on the clock, order."""
+        """Of every published key: whether warm, worth on the clock, order of use."""
         self.clock = 0.0
         self.num_uses = 0
         self.hits: set[Key] = set()
@@ -105,13 +107,15 @@ class CacheMachine(RuleBasedStateMachine):
     def hold(self, key: Key) -> None:
         self.refs[key] += 1
 
-    def let_go(self, key: Key, *, is_cold: bool = False) -> None:
+    def let_go(self, key: Key, worth: float) -> None:
         self.refs[key] -= 1
-        self.rank(key, is_cold=is_cold)
+        self.rank(key, worth)
 
-    def rank(self, key: Key, *, is_cold: bool) -> None:
+    def rank(self, key: Key, worth: float) -> None:
+        """Use it last; a worth of 0 is cold."""
         self.num_uses += 1
-        self.ranks[key] = (not is_cold, self.clock + self.worths[key], self.num_uses)
+        level = round(4 * log2(max(worth, LEAST_WORTH)))
+        self.ranks[key] = (worth > 0, self.clock + 2 ** (level / 4), self.num_uses)
 
     def publish(self, key: Key, block: int, hit_tokens: int) -> None:
         """Tokens saved for each byte that must be kept for that."""
@@ -123,8 +127,8 @@ class CacheMachine(RuleBasedStateMachine):
         elif key[0] == 1:  # the blocks of the last three tokens
             num_bytes *= min(2, block + 1)
         self.refs[key] = 1
-        least = BLOCK_TOKENS * 2**20 / PAGE_BYTES
-        self.worths[key] = max(least, tokens * 2**20 / num_bytes)
+        self.worths[key] = tokens * 2**20 / num_bytes
+        self.rank(key, self.worths[key])
 
     def idle(self) -> list[Key]:
         return [key for key, refs in self.refs.items() if not refs]
@@ -144,7 +148,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.hits.discard(key)
             for dependent in ((1, key[1]), (2, key[1])):  # of no use without its KV
                 if key[0] == 0 and dependent in self.idle():
-                    self.rank(dependent, is_cold=True)
+                    self.rank(dependent, 0.0)
         self.num_private_pages += num_pages
         return True
 
@@ -258,7 +262,10 @@ class CacheMachine(RuleBasedStateMachine):
             first = needed_blocks(LAYOUT.groups[group], num_tokens, BLOCK_TOKENS).start
             for place in sorted(model.held):
                 if place[0] == group and place[1] < first:
-                    self.drop(model, place, is_slide=True)
+                    key = (group, model.keys[place[1]]) if place in model.committed else None
+                    is_landmark = group == 2 and place[1] in model.landmarks
+                    is_warm = key is not None and (key in self.hits or is_landmark)
+                    self.drop(model, place, self.worths[key] if is_warm and key else 0.0)
 
     @rule(model=tables, group=GROUPS)
     def drop_private(self, model, group):
@@ -267,14 +274,12 @@ class CacheMachine(RuleBasedStateMachine):
             if place[0] == group and place not in model.committed:
                 self.drop(model, place)
 
-    def drop(self, model: Model, place: Place, *, is_slide: bool = False) -> None:
+    def drop(self, model: Model, place: Place, worth: float = 0.0) -> None:
         group, block = place
         del model.held[place]
         if place in model.committed:
             model.committed.discard(place)
-            key = (group, model.keys[block])
-            is_landmark = group == 2 and block in model.landmarks
-            self.let_go(key, is_cold=is_slide and key not in self.hits and not is_landmark)
+            self.let_go((group, model.keys[block]), worth)
         else:
             self.num_private_pages -= SIZES[group]
             model.reserved.discard(place)
@@ -296,8 +301,10 @@ class CacheMachine(RuleBasedStateMachine):
     def release(self, model):
         for _ in range(model.num_holders):
             model.table.release()
-        for group, block in sorted(model.held, key=lambda p: (p[1], p[0]), reverse=True):
-            self.drop(model, (group, block))
+        limit = min(len(model.keys), max(0, len(model.tokens) - 1) // BLOCK_TOKENS)
+        goes_on = 0 < limit <= 2 * model.table.hit_tokens // BLOCK_TOKENS
+        for group, block in sorted(model.held, key=lambda p: (p[0], -p[1])):
+            self.drop(model, (group, block), LEAST_WORTH * (2 if goes_on else 1))
         self.num_private_pages -= sum(len(pages) for pages, _, _ in model.parked)
         self.models.remove(model)
 

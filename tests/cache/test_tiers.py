@@ -48,7 +48,7 @@ def test_the_end_of_a_prompt_leaves_before_its_beginning_although_it_is_written_
         with cache.pool.lock:
             (entry,) = cache.pool.try_take([num_pages], is_transfer=False) or (None,)
             assert entry is not None
-            lefts.add(tuple((0, key) in cache.pool.published for key in keys))
+            lefts.add(tuple(key in cache.pool.published(0) for key in keys))
             cache.pool.let_go(entry)
     assert lefts == {(True,) * n + (False,) * (6 - n) for n in range(7)}
 
@@ -112,6 +112,35 @@ def test_a_promotion_that_is_given_up_before_it_reads_reads_nothing():
     cache.check()
     assert promotion.read() == promotion.num_records > 0
     assert cache.counts().num_free == cache.counts().num_pages
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 50])
+def test_a_promotion_is_read_in_shares_that_are_all_of_it_and_of_about_equal_bytes(num_shares):
+    store = DictStore()
+    serve(cache_over(store), TOKENS)
+    cache = restarted(store)
+    keys = cache.block_keys(TOKENS, b"")
+    promotion = cache.find(keys, len(TOKENS))
+    assert isinstance(promotion, Promotion)
+    sizes = []
+
+    def read_shares(get_many, shares):
+        sizes.extend(sum(part.nbytes for _, parts in share for part in parts) for share in shares)
+        return [get_many(share) for share in reversed(shares)][::-1]
+
+    assert promotion.read(num_shares=num_shares, read_shares=read_shares) == 0
+    cache.check()
+    # 6 blocks of 8 bytes, the last 2 of windows with 16, and one state of 24.
+    assert sum(sizes) == 6 * 8 + 2 * 16 + 24
+    assert len(sizes) == min(num_shares, 9)
+    if num_shares <= 3:
+        assert max(sizes) - min(sizes) <= 24
+    promotion.release()
+    table = cache.find(keys, len(TOKENS))
+    assert isinstance(table, BlockTable)
+    assert table.hit_tokens == HIT
+    assert_whole(table, keys)
+    table.release()
 
 
 def test_two_that_read_the_same_end_with_one_copy():

@@ -42,7 +42,8 @@ class TieredMachine(RuleBasedStateMachine):
 
         def has(group: int, block: int) -> bool:
             key = (group, keys[block])
-            return key in self.cache.pool.published or self.store.known(key)
+            in_ram = keys[block] in self.cache.pool.published(group)
+            return in_ram or self.store.known(key)
 
         return max(
             n

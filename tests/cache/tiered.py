@@ -60,6 +60,9 @@ class DictStore(PageStore):
         self.asked.add(key)
         return key in self.records
 
+    def num_known(self, group: int, keys: Sequence[bytes]) -> int:
+        return next((n for n, key in enumerate(keys) if not self.known((group, key))), len(keys))
+
     def get_many(self, wanted: Sequence[tuple[PageKey, Sequence[memoryview]]]) -> list[bool]:
         return [self._get(key, parts) for key, parts in wanted]
 

@@ -1,0 +1,69 @@
+"""What of a prompt is in RAM and on disk, against asking block by block."""
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.cache.pool import PageKey, PagePool
+from prfaas.cache.presence import InRam, InRamOrOnDisk, absent_blocks
+
+NUM_BLOCKS = 8
+KEYS = [bytes([n]) * 32 for n in range(NUM_BLOCKS)]
+PLACES = st.sets(st.tuples(st.integers(0, 1), st.integers(0, NUM_BLOCKS - 1)))
+
+
+class Noting:
+    """A store that knows some records, and notes what it is asked about."""
+
+    def __init__(self, places: set[tuple[int, int]]) -> None:
+        self._known = {(group, KEYS[block]) for group, block in places}
+        self.asked: list[PageKey] = []
+
+    def known(self, key: PageKey) -> bool:
+        self.asked.append(key)
+        return key in self._known
+
+    def num_known(self, group: int, keys: Sequence[bytes]) -> int:
+        self.asked += [(group, key) for key in keys]
+        return next((n for n, k in enumerate(keys) if (group, k) not in self._known), len(keys))
+
+
+@given(in_ram=PLACES, on_disk=PLACES)
+def test_it_says_of_each_block_where_it_is(in_ram, on_disk):
+    pool = PagePool(100, 1)
+    store = Noting(on_disk)
+    with pool.lock:
+        for group, block in in_ram:
+            (entry,) = pool.try_take([1], is_transfer=False) or ()
+            pool.publish(entry, (group, KEYS[block]))
+        ram = InRam(pool, KEYS)
+        both = InRamOrOnDisk(ram, store)
+        for presence, places in ((ram, in_ram), (both, in_ram | on_disk)):
+            for group in (0, 1):
+                blocks = range(NUM_BLOCKS)
+                assert [presence.has(group, b) for b in blocks] == [
+                    (group, b) in places for b in blocks
+                ]
+                leading = next((b for b in blocks if (group, b) not in places), NUM_BLOCKS)
+                assert presence.leading(group) == leading
+        for group in (0, 1):
+            some = ram.some(group, range(2, 6))
+            assert [entry is not None for entry in some] == [
+                (group, b) in in_ram for b in range(2, 6)
+            ]
+            absent = absent_blocks(range(2, 6), some)
+            assert list(absent) == [b for b in range(2, 6) if (group, b) not in in_ram]
+        asked = {(group, KEYS.index(key)) for group, key in store.asked}
+        assert not asked & in_ram, "the disk was asked for what RAM has"
+    pool.close()
+
+
+def test_what_was_asked_of_the_disk_is_not_asked_again():
+    pool = PagePool(1, 1)
+    store = Noting({(0, 0), (0, 1)})
+    with pool.lock:
+        both = InRamOrOnDisk(InRam(pool, KEYS), store)
+        assert both.leading(0) == both.leading(0) == 2
+    assert len(store.asked) == NUM_BLOCKS
+    pool.close()
