@@ -97,7 +97,7 @@ class SegmentWriters:
                 del self._growing[growing.segment.tenant]
             with suppress(OSError):  # the next open cuts what nobody names
                 if growing.segment.size_bytes:
-                    os.ftruncate(growing.descriptor, growing.segment.size_bytes)
+                    self._files.truncate(growing.segment.number, growing.segment.size_bytes)
                 else:
                     self._files.remove(growing.segment.number)
         self._settle()

@@ -8,7 +8,7 @@ is an OSError or False, never other bytes.
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import EINVAL, ENOSPC
 from pathlib import Path
@@ -32,9 +32,9 @@ def record_checksum(name: bytes, parts: Sequence[memoryview]) -> int:
 
 
 @contextmanager
-def segment_files(directory: Path) -> Iterator["SegmentFiles"]:
+def segment_files(directory: Path, *, zeroes: bool = False) -> Iterator["SegmentFiles"]:
     """Yield the segment files of a directory, closed when the block ends."""
-    files = SegmentFiles(directory)
+    files = SegmentFiles(directory, zeroes=zeroes)
     try:
         yield files
     finally:
@@ -44,7 +44,9 @@ def segment_files(directory: Path) -> Iterator["SegmentFiles"]:
 class SegmentFiles:
     """The segment files of one directory, named by number. Methods may raise OSError."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, zeroes: bool = False) -> None:
+        self.zeroes = zeroes
+        """Whether bytes are overwritten before they are given back to the file system."""
         self._dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
 
     def sizes(self) -> dict[int, int]:
@@ -54,7 +56,7 @@ class SegmentFiles:
             for entry in entries:
                 match = _NAME.fullmatch(entry.name)
                 status = entry.stat(follow_symlinks=False)
-                if match and stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                if match and _is_ours(status):
                     found[int(match[1])] = status.st_size
         return found
 
@@ -85,8 +87,7 @@ class SegmentFiles:
         """Yield a descriptor of an existing segment."""
         descriptor = os.open(_name(number), flags | _FLAGS, dir_fd=self._dir_fd)
         try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            if not _is_ours(os.fstat(descriptor)):
                 raise OSError(EINVAL, "not a plain file of this user", _name(number))
             yield descriptor
         finally:
@@ -96,21 +97,22 @@ class SegmentFiles:
         """Cut what lies behind the first `num_bytes`; the segment's times stay."""
         with self.opened(number, flags=os.O_WRONLY) as descriptor:
             status = os.fstat(descriptor)
+            self._free(descriptor, num_bytes, status.st_size)
             os.ftruncate(descriptor, num_bytes)
             os.utime(descriptor, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    def remove(self, number: int, *, zero: bool = False) -> None:
-        """Delete the segment, its bytes overwritten first on request; no such file is harmless."""
+    def remove(self, number: int) -> None:
+        """Delete the segment; no such file is harmless. What took its place is not overwritten."""
         with suppress(FileNotFoundError):
-            if zero:
-                self._overwrite(number)
+            if self.zeroes and _is_ours(self._status(number)):
+                with self.opened(number, flags=os.O_WRONLY) as descriptor:
+                    self._free(descriptor, 0, os.fstat(descriptor).st_size)
             os.unlink(_name(number), dir_fd=self._dir_fd)
 
-    def _overwrite(self, number: int) -> None:
-        with self.opened(number, flags=os.O_WRONLY) as descriptor:
-            num_bytes = os.fstat(descriptor).st_size
-            for offset in range(0, num_bytes, len(_ZEROS)):
-                write_at(descriptor, [memoryview(_ZEROS)[: num_bytes - offset]], offset)
+    def _free(self, descriptor: int, start: int, stop: int) -> None:
+        if self.zeroes:
+            for offset in range(start, stop, len(_ZEROS)):
+                write_at(descriptor, [memoryview(_ZEROS)[: stop - offset]], offset)
             os.fsync(descriptor)
 
     def sync_names(self) -> None:
@@ -155,8 +157,15 @@ def read_at(
     return True
 
 
-def _batches(parts: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
-    """Yield runs of buffers that one call takes, with their bytes."""
+def _batches(parts: Sequence[memoryview]) -> Iterable[tuple[Sequence[memoryview], int]]:
+    """Return runs of buffers that one call takes, with their bytes."""
+    num_bytes = sum([part.nbytes for part in parts])
+    if num_bytes <= _MAX_CALL_BYTES and len(parts) <= _MAX_BUFFERS:
+        return [(parts, num_bytes)]
+    return _cut(parts)
+
+
+def _cut(parts: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
     batch: list[memoryview] = []
     num_bytes = 0
     for whole in parts:
@@ -170,6 +179,11 @@ def _batches(parts: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], in
             num_bytes += len(piece)
     if batch:
         yield batch, num_bytes
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    """Return whether it is a plain file of this user."""
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _name(number: int) -> str:

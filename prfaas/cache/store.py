@@ -107,7 +107,7 @@ class Store:
                 f"a cache of {options.quota_bytes} bytes on disk is below the minimum of"
                 f" {MIN_QUOTA_BYTES}"
             )
-        held = CacheDirectory(directory)
+        held = CacheDirectory(directory, zeroes=options.zero_freed)
         try:
             records = open_records(held, identity, options, wall=wall)
         except BaseException:
@@ -131,17 +131,18 @@ class Store:
         must not raise. If not (known, queued already, no room in the queue, writes failing), `done`
         is never called. `tenant` is the head of a hash of the salt that is chained into the key.
         """
-        length = sum(part.nbytes for part in parts)
+        length = sum([part.nbytes for part in parts])
         if not length or len(tenant) > TENANT_BYTES:
             raise ValueError(f"{length} bytes of a tenant named by {len(tenant)} bytes")
         write = Write(key=key, parts=tuple(parts), length=length, tenant=tenant, done=done)
         with self._changed:
             if self._records.known(key) or key in self._waiting or not self._has_room(length):
                 return False
+            if not self._queue:
+                self._changed.notify_all()
             self._queue.append(write)
             self._waiting.add(key)
             self._waiting_bytes += length
-            self._changed.notify_all()
         return True
 
     def _has_room(self, length: int) -> bool:

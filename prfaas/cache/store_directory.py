@@ -25,7 +25,7 @@ FORMAT = 1
 """Changes whenever an older program would misread what this one writes."""
 INDEX_NAME = "index.mdb"
 ZEROING_NAME = "zeroing"
-"""While this file is in a generation, its segments are overwritten before they are deleted."""
+"""While this file is in a generation, what it gives back to the file system is overwritten."""
 
 _IDENTITY_NAME = "identity.json"
 _GENERATION = re.compile(r"(?:damaged-[0-9T.Z-]+-)?v\d+-[0-9a-f]{32}", re.ASCII)
@@ -51,13 +51,6 @@ class Generation:
         return self.path.name.startswith(_DAMAGED)
 
 
-def default_cache_dir() -> Path:
-    """Return `prfaas` in the user's cache directory."""
-    chosen = os.environ.get("XDG_CACHE_HOME")
-    base = Path(chosen) if chosen and Path(chosen).is_absolute() else Path.home() / ".cache"
-    return base / "prfaas"
-
-
 @contextmanager
 def locked_directory(path: Path, *, create: bool = True) -> Iterator["CacheDirectory"]:
     """Yield the directory, held until the block ends."""
@@ -76,8 +69,10 @@ class CacheDirectory:
             written, or (without `create`) is not there.
     """
 
-    def __init__(self, path: Path, *, create: bool = True) -> None:
+    def __init__(self, path: Path, *, create: bool = True, zeroes: bool = False) -> None:
         self.path = path.absolute()
+        self._zeroes = zeroes
+        """Whether every generation is overwritten before it is deleted."""
         try:
             if create:
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -164,12 +159,12 @@ class CacheDirectory:
         """
         path = generation.path
         marker = path / ZEROING_NAME
-        if zero:
+        if zero or self._zeroes:
             marker.touch(mode=0o600)
         if marker.exists():
-            with segment_files(path) as files:
+            with segment_files(path, zeroes=True) as files:
                 for number in files.sizes():
-                    files.remove(number, zero=True)
+                    files.remove(number)
         shutil.rmtree(path)
 
     def close(self) -> None:

@@ -19,10 +19,11 @@ from prfaas.errors import StoreError
 
 MAX_KEY_BYTES = 128
 
-_GROUP = struct.Struct(">H")
+_GROUP_BYTES = 2
 _VALUE = struct.Struct("<IQIQd17p")
 """`store_load` reads it, too."""
 _CHECK_BYTES = 8
+_VALUE_BYTES = _VALUE.size + _CHECK_BYTES
 _BATCH = 1000
 _MAP_BYTES = 1 << 36
 """Address space, not memory: growing the map under a reader would be fatal."""
@@ -45,12 +46,12 @@ def encode_key(key: PageKey) -> bytes:
     """Return what names a record in the index."""
     group, block_key = key
     assert len(block_key) <= MAX_KEY_BYTES, "a block key is a hash"
-    return _GROUP.pack(group) + block_key
+    return group.to_bytes(_GROUP_BYTES, "big") + block_key
 
 
 def decode_key(name: bytes) -> PageKey:
     """Return the key of a record's name."""
-    return _GROUP.unpack_from(name)[0], name[_GROUP.size :]
+    return int.from_bytes(name[:_GROUP_BYTES], "big"), name[_GROUP_BYTES:]
 
 
 def pack(name: bytes, record: Record) -> bytes:
@@ -61,11 +62,10 @@ def pack(name: bytes, record: Record) -> bytes:
 
 def is_sound(name: bytes, value: bytes) -> bool:
     """Return whether no byte of a name or its value was changed."""
-    body, check = value[:-_CHECK_BYTES], value[-_CHECK_BYTES:]
     return (
-        check == xxhash.xxh3_64_digest(name + body)
-        and len(body) == _VALUE.size
-        and len(name) > _GROUP.size
+        len(value) == _VALUE_BYTES
+        and len(name) > _GROUP_BYTES
+        and value[-_CHECK_BYTES:] == xxhash.xxh3_64_digest(name + value[:-_CHECK_BYTES])
     )
 
 

@@ -28,11 +28,10 @@ class Loaded:
     """The first segment number that nobody ever used."""
 
 
-def load(files: SegmentFiles, entries: bytes, now_s: float, *, zero: bool) -> Loaded:
+def load(files: SegmentFiles, entries: bytes, now_s: float) -> Loaded:
     """Return what is there, after cutting tails and deleting segments that no record names.
 
-    `entries` is what `renew_index` returned. `zero` overwrites the deleted segments first. Raises
-    OSError.
+    `entries` is what `renew_index` returned. Raises OSError.
     """
     sizes = files.sizes()
     loaded = Loaded(next_number=max(sizes, default=0) + 1)
@@ -63,7 +62,7 @@ def load(files: SegmentFiles, entries: bytes, now_s: float, *, zero: bool) -> Lo
             loaded.where.update(zip(keys, repeat(segment)))
     for number, size_bytes in sizes.items():
         if number not in found:
-            files.remove(number, zero=zero)
+            files.remove(number)
         elif size_bytes > found[number].size_bytes:
             files.truncate(number, found[number].size_bytes)
     for segment in found.values():

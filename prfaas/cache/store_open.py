@@ -43,7 +43,7 @@ def _opened(
     records = Records(
         path,
         options,
-        entries=_renewed(path),
+        entries=_renewed(path, options),
         wall=wall,
         free_others=partial(_free_others, directory, identity, options, wall),
     )
@@ -58,18 +58,18 @@ def _opened(
     return records
 
 
-def _renewed(path: Path) -> bytes:
+def _renewed(path: Path, options: StoreOptions) -> bytes:
     while True:
         try:
             return renew_index(path)
         except NoRoom as error:
-            if not _remove_one_segment(path):
+            if not _remove_one_segment(path, options):
                 raise ConfigError(f"no room for the index of {path}: {error}") from error
 
 
-def _remove_one_segment(path: Path) -> bool:
+def _remove_one_segment(path: Path, options: StoreOptions) -> bool:
     """Make room on a full disk: delete the segment that was unused longest, if there is one."""
-    with segment_files(path) as files:
+    with segment_files(path, zeroes=options.zero_freed) as files:
         oldest = min(files.sizes(), key=files.used_s, default=None)
         if oldest is not None:
             files.remove(oldest)
@@ -98,18 +98,18 @@ def _free_others(
                 over_bytes -= num_bytes
                 continue
             if options.ttl_s is not None:
-                num_bytes -= _remove_expired(found.path, wall() - options.ttl_s * 15 / 16)
+                num_bytes -= _remove_expired(found.path, options, wall() - options.ttl_s * 15 / 16)
         left_bytes += num_bytes
     return left_bytes
 
 
-def _remove_expired(path: Path, before_s: float) -> int:
+def _remove_expired(path: Path, options: StoreOptions, before_s: float) -> int:
     """Delete the segments last written before then; return their bytes.
 
     The first record of a segment is up to a sixteenth of the TTL older than its last.
     """
     num_bytes = 0
-    with segment_files(path) as files:
+    with segment_files(path, zeroes=options.zero_freed) as files:
         for number, size_bytes in files.sizes().items():
             if files.written_s(number) <= before_s:
                 files.remove(number)

@@ -1,7 +1,7 @@
 """Records of one segment read straight into pages, and compared with their checksums."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from errno import EAGAIN, EMFILE, ENFILE, ENOMEM
 
 from prfaas.cache.segments import SegmentFiles, read_at, record_checksum
@@ -10,6 +10,9 @@ from prfaas.cache.store_types import Wanted
 
 Read = tuple[Record, int, bytes]
 """Where the bytes lie, position among the wanted, encoded key. They sort as they lie in files."""
+
+_RUN_BYTES = 256 << 10
+"""Of one read: little enough to be in the processor's cache still when checksums are taken."""
 
 _TRANSIENT = {EMFILE, ENFILE, ENOMEM, EAGAIN}
 """What says nothing about the file: a miss this time."""
@@ -27,23 +30,43 @@ def read_segment(
     is_told = False
     try:
         with files.opened(number) as descriptor:
-            for index, read in enumerate(reads):
-                record, position, name = read
-                parts = wanted[position][1]
-                is_read = sum([part.nbytes for part in parts]) == record.length
-                if is_read and (
-                    is_told or not read_at(descriptor, parts, record.offset, is_waiting=False)
-                ):
+            for start, run in _runs(reads):
+                parts = [part for _, position, _ in run for part in wanted[position][1]]
+                offset = run[0][0].offset
+                is_read = not is_told and read_at(descriptor, parts, offset, is_waiting=False)
+                if not is_read:
                     if not is_told:
-                        _tell(descriptor, reads[index:])
+                        _tell(descriptor, reads[start:])
                         is_told = True
-                    is_read = _read(descriptor, parts, record.offset)
-                is_whole = is_read and record_checksum(name, parts) == record.checksum
-                (whole if is_whole else damaged).append(read)
+                    is_read = _read(descriptor, parts, offset)
+                for read in run:
+                    is_whole = _is_whole(descriptor, read, wanted[read[1]][1], is_read=is_read)
+                    (whole if is_whole else damaged).append(read)
     except OSError as error:
         if error.errno not in _TRANSIENT:
             return [], reads
     return whole, damaged
+
+
+def _runs(reads: Sequence[Read]) -> Iterator[tuple[int, list[Read]]]:
+    """Yield stretches without a gap, each with the position of its first read."""
+    start = end_bytes = num_bytes = 0
+    for index, (record, _, _) in enumerate(reads):
+        num_bytes += record.length
+        if record.offset != end_bytes or num_bytes > _RUN_BYTES:
+            if index > start:
+                yield start, list(reads[start:index])
+            start, num_bytes = index, record.length
+        end_bytes = record.offset + record.length
+    yield start, list(reads[start:])
+
+
+def _is_whole(descriptor: int, read: Read, parts: Sequence[memoryview], *, is_read: bool) -> bool:
+    """Return whether the parts hold the record, after reading it alone if its run was not read."""
+    record, _, name = read
+    return (is_read or _read(descriptor, parts, record.offset)) and record_checksum(
+        name, parts
+    ) == record.checksum
 
 
 def _tell(descriptor: int, reads: Sequence[Read]) -> None:

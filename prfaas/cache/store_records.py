@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby, repeat
 from pathlib import Path
 
 from prfaas.cache.options import StoreOptions
@@ -54,15 +55,15 @@ class Records:
         self._other_bytes = 0
         self._is_broken = False
         self.counts = RecordCounts()
-        self._files = SegmentFiles(directory)
+        self._files = SegmentFiles(directory, zeroes=options.zero_freed or self._zeroing.exists())
         try:
             self._index = Index(directory / INDEX_NAME)
         except BaseException:
             self._files.close()
             raise
         try:
-            loaded = load(self._files, entries, wall(), zero=self._zeroing.exists())
-            self._zeroing.unlink(missing_ok=True)
+            loaded = load(self._files, entries, wall())
+            self._end_zeroing()
             self._where, self._account = loaded.where, loaded.account
             self._stale = loaded.stale
             """Keys whose index entry goes with the next commit."""
@@ -89,13 +90,10 @@ class Records:
 
     def num_known(self, group: int, keys: Sequence[bytes]) -> int:
         """Return how many blocks of a group are `known` before the first that is not."""
-        where, known = self._where, self.known
-        is_kept_forever = self._ttl_s is None
-        for number, block_key in enumerate(keys):
-            key = (group, block_key)
-            if key not in where or not (is_kept_forever or known(key)):
-                return number
-        return len(keys)
+        wanted = list(zip(repeat(group), keys, strict=False))
+        if self._ttl_s is None and all(map(self._where.__contains__, wanted)):
+            return len(wanted)
+        return next((n for n, key in enumerate(wanted) if not self.known(key)), len(wanted))
 
     def _is_expired(self, segment: Segment) -> bool:
         return self._ttl_s is not None and self._wall() >= segment.created_s + self._ttl_s
@@ -107,30 +105,27 @@ class Records:
         `is_use` counts hits and keeps what was found from being evicted soon.
         """
         found = [False] * len(wanted)
-        places: dict[int, list[Read]] = {}
-        for read in self._look_up([key for key, _ in wanted]):
-            places.setdefault(read[0].segment, []).append(read)
         hit_bytes = 0
-        for number, reads in places.items():
-            reads.sort()
-            whole, damaged = read_segment(self._files, number, reads, wanted)
+        for number, reads in groupby(sorted(self._look_up(wanted)), lambda read: read[0].segment):
+            whole, damaged = read_segment(self._files, number, list(reads), wanted)
             for record, position, _ in damaged:
                 self._bury(wanted[position][0], record)
             for record, position, _ in whole:
                 found[position] = True
                 hit_bytes += record.length
+            if is_use:  # one is enough: they are of one segment
+                self.touch(wanted[position][0] for _, position, _ in whole[:1])
         if is_use:
-            self.touch(key for (key, _), is_hit in zip(wanted, found, strict=True) if is_hit)
             with self._lock:
                 self.counts.num_hits += found.count(True)
                 self.counts.hit_bytes += hit_bytes
                 self.counts.num_misses += found.count(False)
         return found
 
-    def _look_up(self, keys: Sequence[PageKey]) -> list[Read]:
+    def _look_up(self, wanted: Sequence[Wanted]) -> list[Read]:
         """Return where the bytes of the known keys lie."""
-        positions = [position for position, key in enumerate(keys) if self.known(key)]
-        names = [encode_key(keys[position]) for position in positions]
+        positions = [position for position, (key, _) in enumerate(wanted) if self.known(key)]
+        names = [encode_key(wanted[position][0]) for position in positions]
         try:
             records = self._index.get_many(names)
         except StoreError as error:
@@ -138,10 +133,11 @@ class Records:
             return []
         reads = []
         for record, position, name in zip(records, positions, names, strict=True):
-            if record is None:
-                self._bury(keys[position], None)
-            else:
+            key, parts = wanted[position]
+            if record is not None and record.length == sum([part.nbytes for part in parts]):
                 reads.append((record, position, name))
+            else:
+                self._bury(key, record)
         return reads
 
     def _bury(self, key: PageKey, record: Record | None) -> None:
@@ -218,16 +214,9 @@ class Records:
                     self.counts.stored_bytes += record.length
 
     def _append(self, write: Write, now_s: float) -> tuple[Segment, Record]:
+        checksum = record_checksum(encode_key(write.key), write.parts)
         segment, offset = self._writers.append(write.tenant, write.parts, write.length, now_s)
-        record = Record(
-            segment=segment.number,
-            offset=offset,
-            length=write.length,
-            checksum=record_checksum(encode_key(write.key), write.parts),
-            tenant=write.tenant,
-            created_s=now_s,
-        )
-        return segment, record
+        return segment, Record(segment.number, offset, write.length, checksum, now_s, write.tenant)
 
     def _commit_index(self, additions: Sequence[tuple[PageKey, Record]]) -> None:
         with self._lock:
@@ -277,16 +266,22 @@ class Records:
         margin_bytes = self._options.segment_bytes if new_bytes else 0
         return max(over_quota_bytes, new_bytes + margin_bytes - self._files.free_bytes())
 
-    def _drop(self, segment: Segment, *, zero: bool = False) -> int:
-        """Make all records of a segment misses and delete it; return how many there were."""
+    def _drop(self, segment: Segment) -> int:
+        """Make all records of a segment misses and delete it; return how many there were.
+
+        After an OSError the file still counts, and is the next to go.
+        """
         with self._lock:
             keys = [key for key in segment.keys if self._where.get(key) is segment]
             for key in keys:
                 self._where.pop(key, None)
             self._stale.update(key for key in segment.keys if key not in self._where)
-            self._account.remove(segment)
+            self._account.bury(segment, segment.live_bytes)
+            segment.is_suspect = True
         self._writers.seal(segment)
-        self._files.remove(segment.number, zero=zero)
+        self._files.remove(segment.number)
+        with self._lock:
+            self._account.remove(segment)
         return len(keys)
 
     def clear(self, *, zero: bool = False) -> None:
@@ -299,13 +294,18 @@ class Records:
             try:
                 if zero:
                     self._zeroing.touch(mode=0o600)
+                    self._files.zeroes = True
                 for segment in self._account:
-                    self._drop(segment, zero=zero)
+                    self._drop(segment)
                 self._commit_index(())
-                self._zeroing.unlink(missing_ok=True)
+                self._end_zeroing()
             except (OSError, StoreError) as error:
                 self._forget_all(str(error))
                 raise StoreError(f"cannot clear: {error}") from error
+
+    def _end_zeroing(self) -> None:
+        self._zeroing.unlink(missing_ok=True)
+        self._files.zeroes = self._options.zero_freed
 
     def _forget_all(self, reason: str) -> None:
         """Make every record a miss until the next open."""

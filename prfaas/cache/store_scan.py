@@ -77,6 +77,16 @@ def renew_index(directory: Path) -> bytes:
     return entries
 
 
+def write_tables(batch: Entries, listing: BinaryIO) -> None:
+    """Write entries as `tables` reads them."""
+    by_length: dict[int, list[bytes]] = {}
+    for name, value in batch:
+        by_length.setdefault(len(name), []).append(name + value)
+    for name_bytes, rows in by_length.items():
+        table = b"".join(rows)
+        listing.write(_HEADER.pack(name_bytes, len(table)) + table)
+
+
 def tables(entries: bytes) -> Iterator[tuple[int, memoryview]]:
     """Yield runs of entries whose names are equally long: bytes of a name, names with values."""
     rest = memoryview(entries)
@@ -136,10 +146,10 @@ def copy_index(source: Path, target: Path, listing: BinaryIO) -> None:
                 batch.append((name, value))
             if len(batch) == _BATCH:
                 _append(new, batch)
-                _list(batch, listing)
+                write_tables(batch, listing)
                 batch = []
         _append(new, batch)
-        _list(batch, listing)
+        write_tables(batch, listing)
         with _written(new):
             new.sync(force=True)
 
@@ -167,15 +177,6 @@ def _written(environment: lmdb.Environment) -> Iterator[None]:
 def _free_bytes(environment: lmdb.Environment) -> int:
     status = os.statvfs(Path(environment.path()).parent)
     return status.f_bavail * status.f_frsize
-
-
-def _list(batch: Entries, listing: BinaryIO) -> None:
-    by_length: dict[int, list[bytes]] = {}
-    for name, value in batch:
-        by_length.setdefault(len(name), []).append(name + value)
-    for name_bytes, rows in by_length.items():
-        table = b"".join(rows)
-        listing.write(_HEADER.pack(name_bytes, len(table)) + table)
 
 
 def main(argv: list[str]) -> int:

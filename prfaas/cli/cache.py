@@ -25,8 +25,10 @@ def _options(command: Command) -> Command:
         "--cache-dir",
         type=click.Path(path_type=Path),
         envvar="PRFAAS_CACHE_DIR",
+        show_envvar=True,
+        required=True,
         metavar="DIR",
-        help="Default: prfaas in the user's cache directory.",
+        help="The directory that the node was given.",
     )(command)
 
 
@@ -34,13 +36,14 @@ def _options(command: Command) -> Command:
 def cache() -> None:
     """Look at the KVCache that a stopped node left on disk, check it, clear it.
 
-    A running node holds its directory; its figures are in its metrics.
+    A node keeps nothing on disk unless it is given a directory, so these need it, too. A running
+    node holds its directory; its figures are in its metrics.
     """
 
 
 @cache.command()
 @_options
-def stats(cache_dir: Path | None, *, is_json: bool) -> None:
+def stats(cache_dir: Path, *, is_json: bool) -> None:
     """Show how much is stored, of which models."""
     with _held(cache_dir) as directory:
         path = str(directory.path)
@@ -60,7 +63,7 @@ def stats(cache_dir: Path | None, *, is_json: bool) -> None:
 @cache.command(name="ls")
 @_options
 @click.option("--limit", type=click.IntRange(min=0), help="Show at most this many records.")
-def list_records(cache_dir: Path | None, *, is_json: bool, limit: int | None) -> None:
+def list_records(cache_dir: Path, *, is_json: bool, limit: int | None) -> None:
     """List the records: generation, group of layers, block key, bytes, tenant, time."""
     rows: list[dict[str, Any]] = []
     num_records = 0
@@ -85,7 +88,7 @@ def list_records(cache_dir: Path | None, *, is_json: bool, limit: int | None) ->
 
 @cache.command()
 @_options
-def verify(cache_dir: Path | None, *, is_json: bool) -> None:
+def verify(cache_dir: Path, *, is_json: bool) -> None:
     """Read every record and compare it with its checksum; damaged ones are removed.
 
     The status is 0 if all were whole, else 1.
@@ -116,7 +119,7 @@ def verify(cache_dir: Path | None, *, is_json: bool) -> None:
 @cache.command()
 @_options
 @click.option("--zero", is_flag=True, help="Overwrite the bytes before deleting the files.")
-def clear(cache_dir: Path | None, *, is_json: bool, zero: bool) -> None:
+def clear(cache_dir: Path, *, is_json: bool, zero: bool) -> None:
     """Delete everything that is stored.
 
     With --zero the files are overwritten first; a drive that remaps its blocks, or a file system
@@ -142,12 +145,12 @@ def clear(cache_dir: Path | None, *, is_json: bool, zero: bool) -> None:
 
 
 @contextmanager
-def _held(cache_dir: Path | None) -> "Iterator[CacheDirectory]":
-    from prfaas.cache.store_directory import default_cache_dir, locked_directory
+def _held(cache_dir: Path) -> "Iterator[CacheDirectory]":
+    from prfaas.cache.store_directory import locked_directory
     from prfaas.log import configure_logging
 
     configure_logging(level="warning")
-    with locked_directory(cache_dir or default_cache_dir(), create=False) as directory:
+    with locked_directory(cache_dir, create=False) as directory:
         yield directory
 
 

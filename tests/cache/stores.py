@@ -1,5 +1,6 @@
 """Stores, records and clocks for the tests of the disk tier."""
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from prfaas.cache.options import StoreOptions
 from prfaas.cache.pool import PageKey
@@ -91,6 +94,22 @@ def whole(store: Store, numbers: range, length: int = 10_000) -> list[int]:
             assert content == bytes_of(number, length)
             found.append(number)
     return found
+
+
+def deleted_segments(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What lies in each segment file when it is deleted, from now on."""
+    deleted: list[bytes] = []
+    real = os.unlink
+
+    def unlink(name: Any, *, dir_fd: int | None = None) -> None:
+        if str(name).endswith(".seg"):
+            descriptor = os.open(name, os.O_RDONLY, dir_fd=dir_fd)
+            deleted.append(os.pread(descriptor, 1 << 20, 0))
+            os.close(descriptor)
+        real(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    return deleted
 
 
 def generation_of(directory: Path) -> Path:

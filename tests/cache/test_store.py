@@ -11,7 +11,9 @@ from prfaas.cache import segments
 from prfaas.cache.store import MIN_QUOTA_BYTES
 from tests.cache.stores import (
     bytes_of,
+    deleted_segments,
     fill,
+    flip,
     get,
     key_of,
     open_store,
@@ -90,7 +92,7 @@ def test_a_read_that_would_wait_has_the_disk_read_ahead(directory, monkeypatch, 
     real, told = os.preadv, []
 
     def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
-        if flags & os.RWF_NOWAIT and offset >= 20_000:
+        if flags & os.RWF_NOWAIT and offset + sum(map(len, buffers)) > 50_000:
             if refusal == "raises":
                 raise BlockingIOError
             return real(fd, [buffers[0][:1]], offset)
@@ -107,10 +109,40 @@ def test_a_read_that_would_wait_has_the_disk_read_ahead(directory, monkeypatch, 
         buffers = {number: memoryview(bytearray(10_000)) for number in (9, 0, 4, 3, 2, 1, 7)}
         assert all(store.get_many([(key_of(n), [buffer]) for n, buffer in buffers.items()]))
         assert all(buffer == bytes_of(n, 10_000) for n, buffer in buffers.items())
-        assert told == [(20_000, 30_000), (70_000, 10_000), (90_000, 10_000)]
+        assert told == [(70_000, 10_000), (90_000, 10_000)]
         told.clear()
         assert whole(store, range(2)) == [0, 1]
         assert told == [], "what is in memory is not asked for"
+
+
+def test_neighbours_are_read_at_once_as_far_as_that_is_worth_it(directory, monkeypatch):
+    real, read = os.preadv, []
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        read.append((offset, sum(map(len, buffers))))
+        return real(fd, buffers, offset, flags)
+
+    with opened(directory) as store:
+        fill(store, range(5), 100_000)
+        monkeypatch.setattr(os, "preadv", preadv)
+        buffers = {number: memoryview(bytearray(100_000)) for number in (0, 1, 2, 4)}
+        assert all(store.get_many([(key_of(n), [buffer]) for n, buffer in buffers.items()]))
+        assert all(buffer == bytes_of(n, 100_000) for n, buffer in buffers.items())
+    assert read == [(0, 200_000), (200_000, 100_000), (400_000, 100_000)]
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_damaged_record_does_not_take_its_neighbours_with_it(directory, is_cut):
+    with opened(directory) as store:
+        fill(store, range(5))
+        if is_cut:
+            os.truncate(segments_of(directory)[0], 35_000)
+        else:
+            flip(segments_of(directory)[0], 35_000)
+        buffers = [memoryview(bytearray(10_000)) for _ in range(5)]
+        found = store.get_many([(key_of(n), [buffer]) for n, buffer in enumerate(buffers)])
+        assert found == [True, True, True, False, not is_cut]
+        assert all(buffers[n] == bytes_of(n, 10_000) for n in range(5) if found[n])
 
 
 def test_a_record_of_another_length_is_a_miss_for_good(directory):
@@ -215,16 +247,10 @@ def test_zeroing_that_was_interrupted_goes_on_at_the_next_open(directory, monkey
     monkeypatch.undo()
     store.close()
     assert segments_of(directory)
-    zeroed: list[int] = []
-    real = segments.SegmentFiles._overwrite
-
-    def watched(files: segments.SegmentFiles, number: int) -> None:
-        zeroed.append(number)
-        real(files, number)
-
-    monkeypatch.setattr(segments.SegmentFiles, "_overwrite", watched)
+    deleted = deleted_segments(monkeypatch)
     with opened(directory) as store:
-        assert len(zeroed) > 1
+        assert len(deleted) > 1
+        assert not any(map(any, deleted))
         assert store.stats().records.num_records == 0
     assert segments_of(directory) == []
 

@@ -1,5 +1,6 @@
 """Files stay within the quota, tenants within theirs, and records within their time."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -9,10 +10,13 @@ from prfaas.cache.store import MIN_QUOTA_BYTES
 from prfaas.errors import ConfigError
 from tests.cache.stores import (
     EPOCH_S,
+    IDENTITY,
     Hand,
     bytes_of,
+    deleted_segments,
     fill,
     generation_of,
+    index_of,
     key_of,
     open_store,
     opened,
@@ -177,3 +181,49 @@ def test_the_time_of_other_models_records_runs_out_too(directory):
         fill(store, range(5))
     with opened(directory, ttl_s=100, wall=Hand(EPOCH_S * 2)) as store:
         assert store.stats().records.other_bytes < 50_000
+
+
+@pytest.mark.parametrize("zero_freed", [True, False])
+@pytest.mark.parametrize("why", ["evicted", "expired", "damaged", "of another model", "unnamed"])
+def test_what_is_deleted_was_overwritten_if_that_was_asked_for(
+    directory, monkeypatch, why, zero_freed
+):
+    wall = Hand()
+    limits = {"quota_bytes": 1 << 20, "zero_freed": zero_freed, "wall": wall}
+    if why == "expired":
+        limits["ttl_s"] = 1000.0
+    identity = "another" if why == "of another model" else IDENTITY
+    with opened(directory, identity=identity, **limits) as store:
+        fill(store, range(60))
+    if why == "damaged":
+        for path in segments_of(directory):
+            path.write_bytes(bytes(range(256)) * 10)
+    if why == "unnamed":
+        index_of(directory).unlink()
+    deleted = deleted_segments(monkeypatch)
+    wall.now_s += 1000
+    with opened(directory, **limits) as store:
+        fill(store, range(100, 160))
+    assert deleted
+    assert [any(content) for content in deleted] == [not zero_freed] * len(deleted)
+
+
+def test_what_is_cut_was_overwritten_if_that_was_asked_for(directory, monkeypatch):
+    with opened(directory) as store:
+        fill(store, range(3))
+    (path,) = segments_of(directory)
+    with path.open("ab") as file:
+        file.write(b"x" * 5000)
+    cut: list[bytes] = []
+    real = os.ftruncate
+
+    def truncate(descriptor: int, num_bytes: int) -> None:
+        if num_bytes == 30_000:
+            cut.append(path.read_bytes())
+        real(descriptor, num_bytes)
+
+    monkeypatch.setattr(os, "ftruncate", truncate)
+    with opened(directory, zero_freed=True) as store:
+        assert whole(store, range(3)) == [0, 1, 2]
+    assert [content[30_000:] for content in cut] == [bytes(5000)]
+    assert path.stat().st_size == 30_000

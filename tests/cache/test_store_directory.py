@@ -9,7 +9,6 @@ import pytest
 
 from prfaas.cache.store_directory import (
     CacheDirectory,
-    default_cache_dir,
     generation_name,
     locked_directory,
 )
@@ -133,11 +132,3 @@ def test_an_identity_that_cannot_be_read_is_written_anew(tmp_path):
         assert directory.generations()[0].identity is None
         directory.make_generation("model")
         assert directory.generations()[0].identity == "model"
-
-
-def test_the_default_is_in_the_users_cache_directory(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / "prfaas"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default_cache_dir() == tmp_path / "home" / ".cache" / "prfaas"

@@ -266,6 +266,28 @@ def test_half_a_write_is_taken_back(directory, monkeypatch):
         assert whole(store, range(4)) == [0, 1, 2, 3]
 
 
+def test_a_file_that_cannot_be_deleted_still_counts_and_is_the_next_to_go(directory, monkeypatch):
+    clock = Hand()
+    store = open_store(directory, clock=clock, quota_bytes=1 << 20)
+    fill(store, range(60), 10_000)
+    before = segments_of(directory)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", raising(OSError(errno.EIO, "Input/output error")))
+        for number in range(60, 110):
+            put(store, key_of(number), bytes_of(number, 10_000))
+        store.flush()
+    assert store.stats().num_failures
+    assert segments_of(directory)[: len(before)] == before
+    store.check()
+    clock.now_s += 60
+    fill(store, range(60, 110))
+    assert set(range(60, 110)) <= set(whole(store, range(110)))
+    assert before[0] not in segments_of(directory)
+    assert sum(path.stat().st_size for path in segments_of(directory)) < 1 << 20
+    store.check()
+    store.close()
+
+
 def test_an_error_of_our_own_ends_the_thread_but_gives_every_page_back(directory, monkeypatch):
     outcomes: list[bool] = []
     monkeypatch.setattr("threading.excepthook", lambda *_: None)

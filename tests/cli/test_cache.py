@@ -55,6 +55,21 @@ def test_a_directory_that_is_not_there_is_said_so_and_not_made(directory, comman
 
 
 @pytest.mark.parametrize("command", ["stats", "ls", "verify", "clear"])
+def test_without_a_directory_it_says_how_to_name_one_and_looks_nowhere(
+    tmp_path, monkeypatch, command
+):
+    with opened(tmp_path / "prfaas") as store:
+        fill(store, range(3))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PRFAAS_CACHE_DIR", raising=False)
+    result = cache(command)
+    assert result.exit_code == 2
+    assert "--cache-dir" in result.stderr
+    assert "PRFAAS_CACHE_DIR" in result.stderr
+    assert segments_of(tmp_path / "prfaas")
+
+
+@pytest.mark.parametrize("command", ["stats", "ls", "verify", "clear"])
 def test_a_directory_in_use_is_left_alone_and_its_user_named(filled, command):
     with opened(filled) as store:
         result = cache(command)
