@@ -14,6 +14,7 @@ from prfaas.cache.spec import held_blocks
 from prfaas.engine.forward import Forward
 from prfaas.engine.pages import BlockCopy
 from prfaas.engine.runner import Runner
+from prfaas.engine.turns import STEP_TOKENS
 from prfaas.engine.working_copies import WorkingCopies
 
 if TYPE_CHECKING:
@@ -65,7 +66,6 @@ class ReplayEngine(Runner):
             clock=clock,
             snapshot_tokens=snapshot_tokens,
         )
-        self._leaves_turns = False  # no pass of the profile's is theirs
         self._replayed = model
         self._timing = timing
         self._sleep = sleep
@@ -75,6 +75,11 @@ class ReplayEngine(Runner):
 
     def step(self) -> list[EngineEvent]:
         """Go on for at most SLICE_S with what is being computed; return what happened, in order."""
+        if not self._requests:
+            if self._turns.has_work and not self._events:
+                self._turns.step()
+                self._sleep(self._timing.idle_s(STEP_TOKENS))
+            return self._take_events()
         if self._pass is None or not self._pass.forward.is_wanted:
             self._pass = self._begin()
         if self._pass is not None and self._wait(self._pass):
@@ -84,8 +89,7 @@ class ReplayEngine(Runner):
             self._prefill_rate.add(done.num_prefill_tokens, done.duration_s)
         if not self._requests:
             self._pass = self._free_s = None
-        events, self._events = self._events, []
-        return events
+        return self._take_events()
 
     def _new_copies(self, model: Model) -> WorkingCopies:
         return ReplayCopies(model, self._cache)

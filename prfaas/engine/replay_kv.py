@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ from numpy.typing import NDArray
 from prfaas.cache.hashing import block_keys
 from prfaas.cache.spec import CacheLayout
 from prfaas.engine.sampler import Float32s
+
+if TYPE_CHECKING:
+    from prfaas.engine.segment import Segment
 
 _FORMAT = b"prfaas replay 1"
 _KV, _STATE = 0, 1
@@ -166,6 +170,17 @@ class ReplayConfig:
     max_context_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayedRows:
+    """Rows of logits: of a tensor's face what a forward asks for."""
+
+    rows: list[Float32s]
+
+    def numpy(self) -> list[Float32s]:
+        """Return the rows."""
+        return self.rows
+
+
 class ReplayModel:
     """Makes logits, and working copies that make pages, out of hashes. For one thread.
 
@@ -195,6 +210,20 @@ class ReplayModel:
         """Return an empty working copy; it has to be told its tokens."""
         assert capacity_tokens >= 0
         return ReplayedKv(TokenChain([self._root], block_tokens, ()), block_tokens, self._stream)
+
+    def forward(
+        self, segments: Sequence["Segment"], *, on_layer: Callable[[int], None]
+    ) -> "ReplayedRows":
+        """Take the segments' working copies to their ends, at once; return the wanted logits."""
+        for layer in range(self.num_layers):
+            on_layer(layer)
+        rows: list[Float32s] = []
+        for segment in segments:
+            kv = cast("ReplayedKv", segment.kv)  # new_kv made it
+            kv.num_tokens += len(segment.tokens)
+            if segment.num_logits:
+                rows.append(self.logits(kv, kv.num_tokens))
+        return ReplayedRows(rows)
 
     def logits(self, kv: ReplayedKv, num_tokens: int) -> Float32s:
         """Return the logits [V] after the first `num_tokens` tokens: most likely small letters."""

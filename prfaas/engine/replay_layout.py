@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from prfaas.cache.spec import (
     LAYOUT_VERSION,
+    MAX_PAGES_PER_BLOCK,
     CacheLayout,
     FullSpec,
     GroupSpec,
@@ -30,7 +31,7 @@ def replay_layout(layout: CacheLayout, bytes_scale: float) -> CacheLayout:
         share = bytes_scale * len(spec.layers) / len(own)
         if isinstance(spec, StateSpec):
             size = max(1, round(spec.state_bytes * share))
-            page_bytes = min(size, largest or STATE_PAGE_BYTES)
+            page_bytes = _slice_bytes(size, len(own), largest or STATE_PAGE_BYTES)
             groups.append(replace(spec, layers=own, state_bytes=size, page_bytes=page_bytes))
         else:
             per_token = max(1, round(spec.page_bytes / layout.block_tokens * share))
@@ -52,9 +53,20 @@ def plain_layout(*, bytes_per_token: float, state_bytes: float, block_tokens: in
     for own in layers[1:]:
         size = round(state_bytes / LEAST_LAYERS)
         groups.append(
-            StateSpec(name="state", layers=own, page_bytes=min(size, page_bytes), state_bytes=size)
+            StateSpec(
+                name="state",
+                layers=own,
+                page_bytes=_slice_bytes(size, len(own), page_bytes),
+                state_bytes=size,
+            )
         )
     return CacheLayout(block_tokens=block_tokens, groups=tuple(groups), layout_version=_VERSION)
+
+
+def _slice_bytes(state_bytes: int, num_layers: int, page_bytes: int) -> int:
+    """Return the size of a state's slices: that of the other pages, unless they were too many."""
+    least = -(-state_bytes * num_layers // (MAX_PAGES_PER_BLOCK // 2))
+    return min(state_bytes, max(page_bytes, least))
 
 
 def _num_layers(spec: FullSpec | WindowSpec | StateSpec, bytes_scale: float) -> int:

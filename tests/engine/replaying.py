@@ -76,7 +76,7 @@ class ReplayNode(Node):
         return self.now_s
 
     def sleep(self, duration_s: float) -> None:
-        assert duration_s > 0
+        assert duration_s >= 0
         self.now_s += duration_s
 
 

@@ -351,11 +351,22 @@ def test_a_sink_that_fails_ends_its_request_alone():
 
 
 def test_the_heartbeat_counts_layers_and_an_idle_engine_forgets_the_time():
-    node = ReplayNode(timing=TIMING)
+    node = ReplayNode(ATTENTION, timing=TIMING)
     node.answer(prompt_of(10), replace(GREEDY, max_tokens=4))
-    assert node.runner.num_layers_run == 4 * 5
+    assert node.runner.num_layers_run == 4 * 4  # a prefill and three steps, of four layers
     node.now_s += 1_000.0
     began_s = node.now_s
     node.submit("later", prompt_of(10, seed=1), replace(GREEDY, max_tokens=1))
     (first_s,) = finish_times(node)["later"]
     assert first_s - began_s == pytest.approx(0.51, abs=1e-6)
+
+
+def test_the_next_turn_of_a_chat_starts_where_the_last_one_ended():
+    node = ReplayNode(timing=TIMING)
+    prompt = prompt_of(3 * BLOCK + 5)
+    answer = node.answer(prompt, replace(GREEDY, max_tokens=40)).tokens()
+    turn = (*prompt, *answer, *prompt_of(30, seed=2))
+    num_cached = (len(prompt) + len(answer)) // BLOCK * BLOCK
+    result = node.answer(turn)
+    assert result.num_computed == len(turn) - num_cached
+    assert result.tokens() == plain_answer(HYBRID, turn)
