@@ -146,6 +146,7 @@ class EvictionOrder(Generic[Item]):
             run is None
             or run.rank != rank
             or len(run.items) + len(items) > MAX_RUN
+            or run.num_waiting < len(run.items) - run.start  # one of the husks may be an item's
             or any(item.place is run for item in items)
         ):
             run = Run(level, rank)

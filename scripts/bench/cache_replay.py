@@ -202,20 +202,21 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, help="of each trace; all if not given")
     parser.add_argument("--pages", type=int, nargs="+", default=[2000, 8000, 32_000])
     options = parser.parse_args()
-    rows = [
+    rows = (
         {"trace": trace.stem if trace else "sample", **rates}
         for trace in options.trace or [None]
         for rates in replay(
             prompts_of(trace, options.prompts) if trace else sample(options.prompts or 2000),
             options.pages,
         )
-    ]
+    )
     if options.json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(list(rows), indent=2))
         return
-    print(*(f"{name:>22}" for name in rows[0]))
-    for row in rows:
-        print(*(f"{value:>22}" for value in row.values()))
+    for number, row in enumerate(rows):
+        if not number:
+            print(*(f"{name:>22}" for name in row))
+        print(*(f"{value:>22}" for value in row.values()), flush=True)
 
 
 if __name__ == "__main__":

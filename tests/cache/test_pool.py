@@ -172,7 +172,7 @@ def test_memory_ahead_is_that_of_pages_nobody_took_and_changes_no_byte():
     pool.close()
 
 
-def resident_pages(pool, page):
+def resident_pages(pool: PagePool, page: int) -> float:
     """The part of one pool page that there is memory behind."""
     array = np.frombuffer(pool.arena[:], dtype=np.uint8)
     present = (ctypes.c_ubyte * (pool.page_bytes // mmap.PAGESIZE))()

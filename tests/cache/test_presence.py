@@ -35,8 +35,9 @@ def test_it_says_of_each_block_where_it_is(in_ram, on_disk):
     store = Noting(on_disk)
     with pool.lock:
         for group, block in in_ram:
-            (entry,) = pool.try_take([1], is_transfer=False) or ()
-            pool.publish(entry, (group, KEYS[block]))
+            entries = pool.try_take([1], is_transfer=False)
+            assert entries is not None
+            pool.publish(entries[0], (group, KEYS[block]))
         ram = InRam(pool, KEYS)
         both = InRamOrOnDisk(ram, store)
         for presence, places in ((ram, in_ram), (both, in_ram | on_disk)):

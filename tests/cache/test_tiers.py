@@ -122,7 +122,7 @@ def test_a_promotion_is_read_in_shares_that_are_all_of_it_and_of_about_equal_byt
     keys = cache.block_keys(TOKENS, b"")
     promotion = cache.find(keys, len(TOKENS))
     assert isinstance(promotion, Promotion)
-    sizes = []
+    sizes: list[int] = []
 
     def read_shares(get_many, shares):
         sizes.extend(sum(part.nbytes for _, parts in share for part in parts) for share in shares)

@@ -1,4 +1,8 @@
-"""The cache over a real store against the obvious: what is in RAM or known is the hit, to the byte."""
+"""The cache over a real store against the obvious: what is in RAM or known is the hit, to the byte.
+
+Prompts are inserted, matched and held, pages evicted and persisted; the store crashes, is opened
+again, damaged and cleared.
+"""
 
 import shutil
 import tempfile
@@ -31,6 +35,9 @@ class TieredMachine(RuleBasedStateMachine):
         self.num_pages = num_pages
         self.held: list[tuple[BlockTable, tuple[bytes, ...]]] = []
         self.published: set[tuple[int, bytes]] = set()
+        self.durable: set[tuple[int, bytes]] = set()
+        """What was committed to disk and neither damaged nor cleared since."""
+        self.is_damaged = False
         self.open()
 
     def open(self) -> None:
@@ -94,9 +101,28 @@ class TieredMachine(RuleBasedStateMachine):
         table.release()
 
     @rule()
+    def evict(self):
+        """Take all that nobody holds: then RAM has only what is held, the disk all it had."""
+        with self.cache.pool.lock:
+            num_pages = self.cache.pool.num_free + self.cache.pool.num_cached
+            entries = self.cache.pool.try_take([1] * num_pages, is_transfer=False)
+            assert entries is not None
+            assert self.cache.pool.num_cached == 0
+            for group in range(len(LAYOUT.groups)):
+                assert all(e.num_refs for e in self.cache.pool.published(group).values())
+            for entry in entries:
+                self.cache.pool.let_go(entry)
+        self.persisted_is_known()
+
+    @rule()
     def persist(self):
         self.store.flush()
         self.store.check()
+        if not self.is_damaged:
+            self.durable = {key for key in self.published if self.store.known(key)}
+
+    def persisted_is_known(self) -> None:
+        assert all(self.store.known(key) for key in self.durable)
 
     @rule(is_clean=st.booleans())
     def restart(self, is_clean):
@@ -108,6 +134,7 @@ class TieredMachine(RuleBasedStateMachine):
         assert self.cache.counts().num_referenced == 0
         self.cache.close()
         self.open()
+        self.persisted_is_known()
 
     @rule(data=st.data())
     def damage(self, data):
@@ -115,6 +142,8 @@ class TieredMachine(RuleBasedStateMachine):
         paths = [path for path in segments_of(self.directory) if path.stat().st_size]
         if not paths:
             return
+        self.is_damaged = True
+        self.durable.clear()
         path = data.draw(st.sampled_from(paths))
         at = data.draw(st.integers(0, path.stat().st_size - 1))
         with path.open("r+b") as file:
@@ -127,6 +156,8 @@ class TieredMachine(RuleBasedStateMachine):
     def clear(self):
         self.store.flush()
         self.store.clear()
+        self.durable.clear()
+        self.is_damaged = False
 
     @invariant()
     def every_count_adds_up(self):
