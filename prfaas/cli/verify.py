@@ -32,7 +32,7 @@ def verify(
 
     Prompts of many lengths, greedy and seeded: without any cache, then with the caches of both
     sides. The status is 0 if all tokens and the first logits agree in every bit; with a lossy
-    --kv-codec, whose differences are told, if every answer came the way it was asked for.
+    --kv-codec, whose differences are told, if the peer's own first logits do.
     """
     config = config_from(config_path, flags | {"role": "pd"}, listens=False)
     if config.transport.peer is None:
