@@ -167,9 +167,9 @@ def drop_from_ram(cache: PrefixCache, group: int, key: bytes) -> None:
     """Evict one published block, as a lack of pages would; others that nobody can use may go, too."""
     pool, taken = cache.pool, []
     with pool.lock:
-        assert (group, key) in pool.published
+        assert key in pool.published(group)
         pool.chill((group, key))
-        while (group, key) in pool.published:
+        while key in pool.published(group):
             entries = pool.try_take([1] * (pool.num_free + 1), is_transfer=False)
             assert entries is not None
             taken += entries
@@ -192,6 +192,9 @@ class LossyStore:
         if key in self._lost:
             return self._is_known
         return self._store.known(key)
+
+    def num_known(self, group: int, keys: Sequence[bytes]) -> int:
+        return sum(1 for _ in itertools.takewhile(lambda key: self.known((group, key)), keys))
 
     def get_many(self, wanted: Sequence[tuple[tuple[int, bytes], Any]]) -> list[bool]:
         found = self._store.get_many(wanted)
