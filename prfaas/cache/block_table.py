@@ -1,11 +1,32 @@
 """The pages that one request holds."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from prfaas.cache.policy import worth_of
+from prfaas.cache.groups import longest_hit, pinned_blocks, shared_blocks
+from prfaas.cache.held import HeldBlocks
+from prfaas.cache.policy import prompt_worth, worth_of
 from prfaas.cache.pool import Entry, PagePool
-from prfaas.cache.spec import CacheLayout, FullSpec, StateSpec, held_blocks, needed_blocks
+from prfaas.cache.presence import InRam
+from prfaas.cache.spec import (
+    CacheLayout,
+    FullSpec,
+    held_blocks,
+    needed_blocks,
+    snapshot_blocks,
+    snapshot_of_block,
+)
 from prfaas.cache.tiers import DiskTier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Snapshots:
+    """Where windows and states are kept along a prompt."""
+
+    every_tokens: int
+    num_tokens: int
+    is_held: bool
 
 
 class BlockTable:
@@ -25,7 +46,7 @@ class BlockTable:
         hit_tokens: int,
         junction_tokens: int,
         replay_tokens: int,
-        held: list[dict[int, Entry]],
+        held: list[HeldBlocks],
         tier: DiskTier | None = None,
         tenant: bytes = b"",
     ) -> None:
@@ -35,9 +56,14 @@ class BlockTable:
         self._pool = pool
         self._live = live
         self._keys = list(keys)
-        self._landmarks = {at // layout.block_tokens - 1 for at in (junction_tokens, replay_tokens)}
-        """Blocks at whose end others will go on."""
+        self._landmarks = {junction_tokens, replay_tokens} - {0} if layout.has_states else set()
+        """Positions where others will go on."""
+        self._snapshots: list[_Snapshots] = []
+        """Positions at even distances where others may."""
+        self._dropped_tokens = 0
+        """Held snapshots up to here are held no more."""
         self._hit_tokens = hit_tokens
+        self._replay_tokens = replay_tokens
         self._junction_tokens = junction_tokens
         self._num_tokens = hit_tokens
         self._held = held
@@ -64,6 +90,11 @@ class BlockTable:
     def num_tokens(self) -> int:
         """Tokens whose KV the pages hold, so that the next one can be computed from them."""
         return self._num_tokens
+
+    @property
+    def keys(self) -> Sequence[bytes]:
+        """The keys of the blocks that can be committed; more may follow."""
+        return self._keys
 
     @property
     def num_keys(self) -> int:
@@ -137,8 +168,7 @@ class BlockTable:
             entry = self._held[group][block]
             if entry.key is not None or block >= len(self._keys):
                 return
-            position_tokens = (block + 1) * self._layout.block_tokens
-            worth = worth_of(self._layout, group, position_tokens, self._hit_tokens)
+            worth = self._worth(group, block)
             current = self._pool.publish(entry, (group, self._keys[block]), worth=worth)
             if current is entry:
                 if self._tier is not None:
@@ -149,6 +179,17 @@ class BlockTable:
                 self._superseded.append((group, entry))
             else:
                 self._pool.let_go(entry)
+
+    def _worth(self, group: int, block: int) -> float:
+        """Return what a block is worth; of a snapshot in a row, what lies since the one before."""
+        position_tokens = (block + 1) * self._layout.block_tokens
+        reused_tokens = self._hit_tokens
+        if not self._is_landmark(group, block):
+            for snapshots in self._snapshots:
+                if at := self._snapshot_of(snapshots, group, block):
+                    position_tokens = at
+                    reused_tokens = max(reused_tokens, at - snapshots.every_tokens)
+        return worth_of(self._layout, group, position_tokens, reused_tokens)
 
     def set_num_tokens(self, num_tokens: int) -> None:
         """State that the pages hold what goes on at exactly `num_tokens` tokens, of any number."""
@@ -161,20 +202,83 @@ class BlockTable:
     def slide(self, num_tokens: int) -> None:
         """Let go, for all holders, of what no position from `num_tokens` on needs.
 
-        Those are blocks of windows and older states; but for the states where the prompt ends and
-        where it parted from another, which the next prompts start from. Committed ones stay cached but are the first to be evicted, unless a lookup has hit them.
+        Those are blocks of windows and older states, but for snapshots that are held. Committed
+        ones stay cached. They are the first to be evicted, unless a lookup has hit them or others
+        will go on from them: of a model with states where the prompt ends and where it parted from
+        another, of any model at its snapshots.
         """
         with self._pool.lock:
-            for group, spec in enumerate(self._layout.groups):
-                if not isinstance(spec, FullSpec):
-                    first = needed_blocks(spec, num_tokens, self._layout.block_tokens).start
-                    held = self._held[group]
-                    for block in sorted(b for b in held if b < first):
-                        entry = held.pop(block)
-                        is_cold = not entry.was_hit and not (
-                            isinstance(spec, StateSpec) and block in self._landmarks
-                        )
-                        self._pool.let_go(entry, is_cold=is_cold)
+            self._slide(num_tokens)
+
+    def _slide(self, num_tokens: int) -> None:
+        for group, spec in enumerate(self._layout.groups):
+            if isinstance(spec, FullSpec):
+                continue
+            first = needed_blocks(spec, num_tokens, self._layout.block_tokens).start
+            held = self._held[group]
+            for block in sorted(b for b in held if b < first):
+                if self._is_held_snapshot(group, block):
+                    continue
+                entry = held.pop(block)
+                is_warm = (
+                    entry.was_hit
+                    or self._is_landmark(group, block)
+                    or any(self._snapshot_of(s, group, block) for s in self._snapshots)
+                )
+                self._pool.let_go(entry, is_cold=not is_warm)
+
+    def mark(self, num_tokens: int) -> None:
+        """Note that others will go on at `num_tokens`, a whole number of blocks."""
+        with self._pool.lock:
+            self._landmarks.add(num_tokens)
+
+    @property
+    def landmarks(self) -> frozenset[int]:
+        """Positions whose windows and states are worth keeping, whatever they cost."""
+        with self._pool.lock:
+            return frozenset(self._landmarks)
+
+    def keep_snapshots(self, every_tokens: int, num_tokens: int, *, is_held: bool = False) -> None:
+        """Let windows and states at the multiples of `every_tokens` stay cached, up to `num_tokens`.
+
+        Held ones are also kept from eviction, until `drop_snapshots` or the last release. Call it
+        before the first `slide`.
+        """
+        with self._pool.lock:
+            self._snapshots.append(
+                _Snapshots(every_tokens=every_tokens, num_tokens=num_tokens, is_held=is_held)
+            )
+
+    def drop_snapshots(self, num_tokens: int) -> None:
+        """Hold the snapshots at positions up to `num_tokens` no more; the next `slide` lets them go.
+
+        Nobody may be reading pages that no other position needs.
+        """
+        with self._pool.lock:
+            self._dropped_tokens = max(self._dropped_tokens, num_tokens)
+
+    def _is_landmark(self, group: int, block: int) -> bool:
+        spec, block_tokens = self._layout.groups[group], self._layout.block_tokens
+        return any(block in snapshot_blocks(spec, at, block_tokens) for at in self._landmarks)
+
+    def _is_held_snapshot(self, group: int, block: int) -> bool:
+        return any(
+            self._snapshot_of(snapshots, group, block, after_tokens=self._dropped_tokens)
+            for snapshots in self._snapshots
+            if snapshots.is_held
+        )
+
+    def _snapshot_of(
+        self, snapshots: _Snapshots, group: int, block: int, *, after_tokens: int = 0
+    ) -> int:
+        return snapshot_of_block(
+            self._layout.groups[group],
+            block,
+            every_tokens=snapshots.every_tokens,
+            num_tokens=snapshots.num_tokens,
+            block_tokens=self._layout.block_tokens,
+            after_tokens=after_tokens,
+        )
 
     def drop_private(self, group: int) -> None:
         """Let go of the group's blocks that were never committed; nobody may be reading them."""
@@ -182,6 +286,55 @@ class BlockTable:
             held = self._held[group]
             for block in [b for b, entry in held.items() if entry.key is None]:
                 self._pool.let_go(held.pop(block))
+
+    def look_again(self, num_tokens: int) -> int:
+        """Return the hit in RAM as it is now, at least as long as before; its pages are pinned.
+
+        For a table whose `num_tokens` are those of its hit, and into whose other pages nobody has
+        written. It leaves at least one of the `num_tokens` prompt tokens to compute.
+        """
+        with self._pool.lock:
+            assert self._num_tokens == self._hit_tokens, "pages behind the hit are in use"
+            layout, block_tokens = self._layout, self._layout.block_tokens
+            limit = min(len(self._keys), max(0, num_tokens - 1) // block_tokens)
+            ram = InRam(self._pool, self._keys[:limit])
+            hit = self._hit_tokens // block_tokens
+            full = [g for g, spec in enumerate(layout.groups) if isinstance(spec, FullSpec)]
+            if hit >= limit or not all(ram.has(group, hit) for group in full):
+                return self._hit_tokens  # the common case, and cheap
+            num_blocks = longest_hit(layout.groups, block_tokens, limit, ram)
+            if layout.has_states and full:
+                shared = shared_blocks(layout.groups, limit, ram)
+                if shared > num_blocks:
+                    self._landmarks.add(shared * block_tokens)
+            if num_blocks > hit:
+                self._grow_hit(num_blocks, ram)
+            return self._hit_tokens
+
+    def _grow_hit(self, num_blocks: int, ram: InRam) -> None:
+        """Pin a longer hit in place of what was reserved for it, and of the hit before."""
+        for group, blocks in enumerate(pinned_blocks(self._layout, num_blocks)):
+            held = self._held[group]
+            for block, entry in zip(blocks, ram.some(group, blocks), strict=True):
+                assert entry is not None, "a hit that is not there"
+                mine = held.get(block)
+                if mine is entry:
+                    continue
+                self._pool.hold([entry])
+                entry.was_hit = True
+                if mine is not None:
+                    self._pool.let_go(mine)
+                held[block] = entry
+                if self._tier is not None and not entry.is_kept:
+                    self._tier.write_behind(entry, self._tenant)
+        self._hit_tokens = self._num_tokens = num_blocks * self._layout.block_tokens
+        self._slide(self._hit_tokens)
+
+    def num_shared_blocks(self, keys: Sequence[bytes]) -> int:
+        """Return how many leading blocks are those of another prompt, whose `keys` these are."""
+        own = self._keys  # a key names all that comes before it
+        most = min(len(own), len(keys))
+        return bisect_left(range(most), True, key=lambda block: own[block] != keys[block])
 
     def extend_keys(self, keys: Sequence[bytes]) -> None:
         """Append the keys of blocks that were completed later; they follow the ones known so far."""
@@ -204,9 +357,10 @@ class BlockTable:
             self._num_holders -= 1
             if self._num_holders:
                 return
-            places = [(block, group) for group, held in enumerate(self._held) for block in held]
-            for block, group in sorted(places, reverse=True):
-                self._pool.let_go(self._held[group].pop(block))
+            worth = prompt_worth(self._layout, self._hit_tokens, self._replay_tokens)
+            for held in self._held:
+                self._pool.let_go_all(held.from_the_end(), worth=worth)
+                held.clear()
             for _, entry in self._superseded:
                 self._pool.let_go(entry)
             self._superseded.clear()

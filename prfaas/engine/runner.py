@@ -8,29 +8,38 @@ One thread calls everything except `num_layers_run`. A request's life:
 4. After the prompt, the first token of every choice is drawn and the sequence splits into one for
    each choice that goes on.
 5. Choices decode until a stop token or their length; RequestEnded follows the last.
+6. Of a model with states the answer's end is made into a snapshot once the engine is idle.
 
 A preempted sequence goes back to 2 with its KV in pages, or to be computed again.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from prfaas.cache.prefix import PrefixCache
 from prfaas.clock import Clock
 from prfaas.engine.batcher import Batcher, StepPlan
+from prfaas.engine.capacity import check_snapshot_tokens, max_context_tokens
 from prfaas.engine.choices import draw_first_tokens, draw_token
 from prfaas.engine.forward import Forward
 from prfaas.engine.options import EngineOptions
 from prfaas.engine.pages import announce_hit
 from prfaas.engine.rate import PrefillRate
 from prfaas.engine.sampler import Float32s, Sampler
-from prfaas.engine.sequence import RequestState, SequenceState, check_submission, new_request
-from prfaas.engine.sharing import find_leaders, look_again
+from prfaas.engine.sequence import (
+    RequestState,
+    SequenceState,
+    check_submission,
+    new_prompt,
+    new_request,
+)
+from prfaas.engine.sharing import share_prefixes
 from prfaas.engine.submission import EngineEvent, EngineLoad, FirstLogits, Submission
+from prfaas.engine.turns import TurnSnapshots
 from prfaas.engine.working_copies import WorkingCopies
-from prfaas.errors import BadRequest, ConfigError
+from prfaas.errors import BadRequest
 from prfaas.log import get_logger
 from prfaas.types import RequestEnded
 
@@ -66,14 +75,11 @@ class Runner:
         self._model = model
         self._cache = cache
         self._layout = cache.layout
-        if snapshot_tokens < 0 or snapshot_tokens % self._layout.block_tokens:
-            raise ConfigError(
-                f"cache.snapshot_tokens = {snapshot_tokens} is not a multiple of the block: "
-                f"{self._layout.block_tokens} tokens"
-            )
+        check_snapshot_tokens(snapshot_tokens, self._layout.block_tokens)
         self._snapshot_tokens = snapshot_tokens
         self._copies = self._new_copies(model)
         self._publishes_decode = not cache.layout.has_states or options.numerics == "strict"
+        self._leaves_turns = not self._publishes_decode
         self._clock = clock
         self._sampler = Sampler(model.config.vocab_size)
         self._batcher = Batcher(
@@ -81,7 +87,7 @@ class Runner:
             block_tokens=cache.layout.block_tokens,
             kv_bytes=model.kv_capacity_bytes,
         )
-        self.max_context_tokens = self._context_tokens(options)
+        self.max_context_tokens = max_context_tokens(model, self._batcher, options)
         """Prompt plus completion; what is longer could never run here."""
         self._keys = itertools.count()
         self._requests: dict[str, RequestState] = {}
@@ -89,34 +95,17 @@ class Runner:
         self._events: list[EngineEvent] = []
         self._step_count = 0
         self._prefill_rate = PrefillRate()
+        self._turns = TurnSnapshots(
+            model=model, cache=cache, copies=self._copies, count_layer=self._count_layer
+        )
 
     def _new_copies(self, model: "Model") -> WorkingCopies:
         return WorkingCopies(model, self._cache)
 
-    def _context_tokens(self, options: EngineOptions) -> int:
-        """Return what model, options and memory allow. Raises ConfigError for less than 2."""
-        limit = self._model.config.max_context_tokens
-        limit = min(options.max_context_tokens or limit, limit)
-        # The last token is drawn only: its KV is never needed.
-        most = self._batcher.max_kv_tokens(limit - 1) + 1
-        if most < 2:
-            raise ConfigError(
-                f"engine.kv_ram_bytes = {options.kv_ram_bytes} does not hold the KV of one token: "
-                f"{self._model.kv_capacity_bytes(1)} bytes"
-            )
-        if most < limit:
-            get_logger().warning(
-                "context.limited",
-                max_context_tokens=most,
-                wanted_tokens=limit,
-                kv_ram_bytes=options.kv_ram_bytes,
-            )
-        return most
-
     @property
     def has_work(self) -> bool:
         """Whether a step would compute something or return events."""
-        return bool(self._requests or self._events)
+        return bool(self._requests or self._events or self._turns.has_work)
 
     def submit(self, submission: Submission) -> None:
         """Queue a request; from now on one hold on its table is the engine's.
@@ -143,24 +132,15 @@ class Runner:
             submission.table.release()
             self._events.append(RequestEnded(request_id=request.request_id))
             return
-        num_computed = min(submission.table.num_tokens, state.num_reusable(self._layout))
-        sequence = SequenceState(
-            key=next(self._keys),
-            owner=state,
-            tokens=list(request.prompt_tokens),
-            table=submission.table,
-            stored_tokens=submission.table.num_tokens,
-            resume_tokens=num_computed,
-            told_tokens=submission.table.hit_tokens,
-        )
-        state.num_prompt_ready = state.num_prompt_done = num_computed
+        sequence = new_prompt(next(self._keys), state, self._layout)
         self._batcher.add(
             sequence.key,
             num_tokens=num_prompt,
-            num_computed=num_computed,
+            num_computed=sequence.resume_tokens,
             max_kv_tokens=num_prompt if submission.prefill_only else state.max_total_tokens - 1,
             has_begun=any(submission.forced_tokens),
         )
+        self._turns.overtake(request.prompt_tokens, request.cache_salt)
         self._requests[request.request_id] = state
         state.publishing.keep_snapshots(submission.table)
         self._enter(sequence)
@@ -177,8 +157,16 @@ class Runner:
         The request ends with its last choice.
         """
         state = self._requests.get(request_id)
-        if state is not None and choice_index in state.open_choices:
-            self._close_choice(state, choice_index)
+        if state is None or choice_index not in state.open_choices:
+            return
+        for sequence in state.sequences.values():
+            if sequence.choice_index == choice_index:
+                self._note_turn(sequence, sequence.tokens)
+        self._close_choice(state, choice_index)
+
+    def drain(self) -> None:
+        """Do nothing any more that nobody waits for."""
+        self._turns.drain()
 
     def load(self) -> EngineLoad:
         """Return how busy the engine is."""
@@ -189,11 +177,13 @@ class Runner:
             kv_used_bytes=self._batcher.used_bytes,
             prefill_tokens_per_s=self._prefill_rate.tokens_per_s,
             step_count=self._step_count,
+            turns=self._turns.counts,
         )
 
     def check(self) -> None:
         """Re-derive what the engine holds; AssertionError names what is wrong."""
         self._batcher.check()
+        self._turns.check()
         owned = {key: s for r in self._requests.values() for key, s in r.sequences.items()}
         assert owned == self._sequences
         running = sum(sequence.kv is not None for sequence in owned.values())
@@ -215,8 +205,11 @@ class Runner:
         """
         began_s = self._clock()
         self._step_count += 1
-        plan = self._batcher.plan(self._share_prefixes())
-        self._make_room(plan)
+        if not self._requests:
+            if self._turns.has_work and not self._events:
+                self._turns.step()
+            return self._take_events()
+        plan = self._plan()
         forward = Forward(self._cache)
         for grant in (*plan.decodes, *plan.prefills):
             if grant.key in self._sequences:  # its request has not just failed
@@ -225,19 +218,13 @@ class Runner:
             self._run(forward)
             num_prefill_tokens = sum(grant.num_tokens for grant in plan.prefills)
             self._prefill_rate.add(num_prefill_tokens, self._clock() - began_s)
+        return self._take_events()
+
+    def _take_events(self) -> list[EngineEvent]:
         events, self._events = self._events, []
         return events
 
     # ------------------------------------------------------------ submissions
-
-    def _share_prefixes(self) -> dict[int, int]:
-        """Find what new prompts can start from by now; return whom the others wait for."""
-        leaders = find_leaders(self._sequences.values(), self._layout)
-        for sequence in self._sequences.values():
-            is_waiting = sequence.is_new and sequence.kv is None and not sequence.is_choice
-            if is_waiting and sequence.key not in leaders and look_again(sequence, self._layout):
-                self._batcher.stored(sequence.key, sequence.resume_tokens)
-        return leaders
 
     def _enter(self, sequence: SequenceState) -> None:
         self._sequences[sequence.key] = sequence
@@ -245,14 +232,17 @@ class Runner:
 
     # ------------------------------------------------------------ working copies
 
-    def _make_room(self, plan: StepPlan) -> None:
-        """Carry out what the plan did to working copies, in its order."""
+    def _plan(self) -> StepPlan:
+        """Return what to compute next; the working copies for it are there."""
+        leaders = share_prefixes(self._sequences.values(), self._batcher, self._layout)
+        plan = self._batcher.plan(leaders)
         for key in plan.preempted:
             self._guard(key, self._move_out)
         for reservation in plan.admitted:
             self._guard(reservation.key, partial(self._admit, reservation.capacity_tokens))
         for reservation in plan.grown:
             self._guard(reservation.key, partial(self._grow, reservation.capacity_tokens))
+        return plan
 
     def _admit(self, capacity_tokens: int, sequence: SequenceState) -> None:
         self._copies.make(sequence, capacity_tokens)
@@ -325,6 +315,7 @@ class Runner:
         )
         self._events.append(event)
         if event.finish_reason is not None:
+            self._note_turn(sequence, [*sequence.tokens, event.token_id])
             self._close_choice(sequence.owner, choice)
             return
         sequence.tokens.append(event.token_id)
@@ -378,6 +369,13 @@ class Runner:
             self._copies.fork(prompt, sequence, capacity_tokens)
 
     # ------------------------------------------------------------ ends
+
+    def _note_turn(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
+        """Let the next turn of a chat start where this one ended; of several answers none is the one."""
+        state = sequence.owner
+        if self._leaves_turns and state.request.num_choices == 1:
+            salt, num_prompt = state.request.cache_salt, state.num_prompt_tokens
+            self._turns.add(tokens, salt, prompt_tokens=num_prompt)
 
     def _close_choice(self, state: RequestState, choice: int) -> None:
         state.open_choices.remove(choice)

@@ -122,6 +122,22 @@ def new_request(
     return state
 
 
+def new_prompt(key: int, state: "RequestState", layout: CacheLayout) -> SequenceState:
+    """Return the prompt of all choices, to go on from what the submission's table holds."""
+    table = state.submission.table
+    num_computed = min(table.num_tokens, state.num_reusable(layout))
+    state.num_prompt_ready = state.num_prompt_done = num_computed
+    return SequenceState(
+        key=key,
+        owner=state,
+        tokens=list(state.request.prompt_tokens),
+        table=table,
+        stored_tokens=table.num_tokens,
+        resume_tokens=num_computed,
+        told_tokens=table.hit_tokens,
+    )
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
     """One submission between `submit` and its RequestEnded."""

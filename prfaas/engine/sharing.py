@@ -1,9 +1,31 @@
 """Prompts that begin alike and come together: one computes what they share, the others wait for it."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from prfaas.cache.spec import CacheLayout, replay_boundary
+from prfaas.engine.batcher import Batcher
 from prfaas.engine.sequence import SequenceState
+
+
+def share_prefixes(
+    sequences: Collection[SequenceState], batcher: Batcher, layout: CacheLayout
+) -> dict[int, int]:
+    """Let new prompts start from what was published since they came, and find whom others wait for.
+
+    Args:
+        sequences: all of the engine, oldest first.
+        batcher: is told of what new prompts can start from.
+        layout: of the cache.
+
+    Returns:
+        As find_leaders; such a prompt still gains by waiting.
+    """
+    leaders = find_leaders(sequences, layout)
+    for sequence in sequences:
+        is_waiting = sequence.is_new and sequence.kv is None and not sequence.is_choice
+        if is_waiting and sequence.key not in leaders and look_again(sequence, layout):
+            batcher.stored(sequence.key, sequence.resume_tokens)
+    return leaders
 
 
 def find_leaders(sequences: Iterable[SequenceState], layout: CacheLayout) -> dict[int, int]:

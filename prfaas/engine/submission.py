@@ -68,6 +68,17 @@ EngineEvent = TokenEvent | RequestEnded | FirstLogits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnCounts:
+    """What became of the snapshots at the ends of answers, since the start."""
+
+    num_made: int = 0
+    num_overtaken: int = 0
+    """The next turn came first."""
+    num_dropped: int = 0
+    """Too many waited, the node was about to stop, or they could not be computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """How busy the engine is, between two steps."""
 
@@ -81,3 +92,4 @@ class EngineLoad:
     prefill_tokens_per_s: float
     """Moving average over the last few thousand tokens; 0 before the first prefill."""
     step_count: int
+    turns: TurnCounts = TurnCounts()

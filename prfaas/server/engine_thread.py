@@ -57,6 +57,10 @@ class StepEngine(Protocol):
         """Do one batch's work; return what happened, in order."""
         ...
 
+    def drain(self) -> None:
+        """Do nothing any more that nobody waits for."""
+        ...
+
     def load(self) -> EngineLoad:
         """Return how busy it is."""
         ...
@@ -130,6 +134,10 @@ class EngineThread:
         self._ended = asyncio.Event()
         self._thread.start()
 
+    def drain(self) -> None:
+        """Let the engine do no work any more that nobody waits for."""
+        self._post(self._engine.drain)
+
     async def stop(self) -> None:
         """Abort all requests, let them end, and end the thread. Idempotent.
 
@@ -139,6 +147,7 @@ class EngineThread:
             return
         for request_id in list(self._streams):
             self.abort(request_id)
+        self.drain()
         with self._wakeup:
             self._is_stopping = True
             self._wakeup.notify()

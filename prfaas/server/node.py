@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from prfaas.cache.lookups import LookupCounts
     from prfaas.cache.store import StoreStats
     from prfaas.config.options import NodeConfig, Role
+    from prfaas.engine.submission import TurnCounts
     from prfaas.server.metrics import Metrics
     from prfaas.text.chat_template import ChatTemplate
     from prfaas.text.tokenizer import Tokenizer
@@ -45,6 +46,8 @@ class NodeLoad:
     lookups: LookupCounts | None = None
     """What the prefix cache found."""
     num_evictions: int = 0
+    turns: TurnCounts | None = None
+    """What became of the snapshots at the ends of answers."""
     store: StoreStats | None = None
     """The cache on disk, if there is one."""
 

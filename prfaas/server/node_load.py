@@ -29,5 +29,6 @@ def node_load(
         peers_usable=peers_usable or {},
         lookups=counts.lookups,
         num_evictions=counts.num_evictions,
+        turns=load.turns,
         store=None if cache.tier is None else cache.tier.store.stats(),
     )

@@ -155,7 +155,8 @@ class PdNode:
         )
 
     def drain(self) -> None:
-        """Do nothing: this node takes no work from peers."""
+        """Let the engine work for its requests alone; this node takes no work from peers."""
+        self._engine.drain()
 
     async def close(self) -> None:
         """Abort what still runs and end every task and thread. Idempotent."""

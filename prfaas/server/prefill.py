@@ -107,6 +107,7 @@ class PrefillNode:
     def drain(self) -> None:
         """Take no new prompts; running transfers go on."""
         self._is_draining = True
+        self._engine.drain()
 
     async def close(self) -> None:
         """End all transfers and both threads. Idempotent."""

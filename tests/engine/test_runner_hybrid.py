@@ -155,6 +155,7 @@ def test_decode_publishes_nothing_on_the_grid_and_everything_in_strict_mode(grid
     sampling = replace(GREEDY, max_tokens=150)
     for model in (grid, strict):
         node, prompt = Node(model), prompt_of(100)
+        node.runner.drain()  # nor does it make a snapshot of the answer's end
         answer = node.answer(prompt, sampling).tokens()
         turn = (*prompt, *answer, *prompt_of(20, seed=1))
         result = node.answer(turn, GREEDY)
@@ -202,6 +203,7 @@ def test_a_published_state_is_that_of_its_tokens_alone(model):
 def test_a_prompt_that_ends_keeps_two_states_at_most(grid):
     """A long decode leaves no states behind, preempted or not."""
     node = Node(grid)
+    node.runner.drain()
     node.submit("r", prompt_of(500), replace(GREEDY, max_tokens=200))
     (spec,) = (s for s in node.cache.layout.groups if isinstance(s, StateSpec))
     group = node.cache.layout.groups.index(spec)

@@ -163,6 +163,9 @@ class ScriptedEngine:
                     self._end(sequence)
                 return
 
+    def drain(self) -> None:
+        """It never does what nobody asked for."""
+
     def load(self) -> EngineLoad:
         return EngineLoad(
             num_running=len(self._queue[:1]),
