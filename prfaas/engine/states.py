@@ -7,6 +7,7 @@ forward that failed can be run again from where it began.
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -53,7 +54,6 @@ class LayerState:
         )
         self.replay_dim = replay_dim
         self._device = device
-        self._spec = spec
         self.wanted: tuple[int, ...] = ()
         self._held: dict[int, State] = {}
         self._arriving: dict[int, _Arrival] = {}
@@ -96,10 +96,8 @@ class LayerState:
 
     def fork(self) -> "LayerState":
         """Return an independent one that holds the same states; not what has come in part."""
-        other = LayerState(self._spec, replay_dim=self.replay_dim)
-        other.wanted = self.wanted
-        for position, state in self._held.items():
-            other.hold(position, state)
+        other = copy(self)
+        other._held, other._arriving = dict(self._held), {}
         return other
 
     def write_to(self, position: int, out: memoryview, start: int) -> None:
@@ -133,10 +131,9 @@ class LayerState:
         self._check_slice(data, start)
         arrival = self._arriving.get(position)
         if arrival is None:
-            arrival = self._arriving[position] = _Arrival(self.nbytes)
+            arrival = self._arriving[position] = _Arrival(self.shapes, self._dtypes)
         if arrival.take(data, start):
-            tensors = arrival.tensors(self.shapes, self._dtypes)
-            self._held[position] = tuple(tensor.to(self._device) for tensor in tensors)
+            self._held[position] = tuple(t.to(self._device) for t in arrival.tensors())
             del self._arriving[position]
 
     def _check_slice(self, data: memoryview, start: int) -> None:
@@ -146,28 +143,29 @@ class LayerState:
 
 
 class _Arrival:
-    """The bytes of a state that have come so far."""
+    """A state of which some bytes have come, in the memory that it will stay in."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self._bytes = np.empty(num_bytes, dtype=np.uint8)
-        self._gaps = [(0, num_bytes)]
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> None:
+        self._tensors = [
+            torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
+        self._gaps = [(0, sum(tensor.nbytes for tensor in self._tensors))]
 
     def take(self, data: memoryview, start: int) -> bool:
         """Copy bytes start, ...; return whether all are here."""
         stop = start + data.nbytes
-        self._bytes[start:stop] = np.frombuffer(data, dtype=np.uint8)
+        source, offset = np.frombuffer(data, dtype=np.uint8), 0
+        for tensor in self._tensors:
+            low, high = max(start, offset), min(stop, offset + tensor.nbytes)
+            if low < high:
+                room = tensor.view(-1).view(torch.uint8).numpy()
+                room[low - offset : high - offset] = source[low - start : high - start]
+            offset += tensor.nbytes
         pieces = [(low, min(high, start)) for low, high in self._gaps]
         pieces += [(max(low, stop), high) for low, high in self._gaps]
         self._gaps = sorted((low, high) for low, high in pieces if low < high)
         return not self._gaps
 
-    def tensors(
-        self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
-    ) -> Iterator[Tensor]:
-        """Yield the state in float32 memory of its own, aligned as torch aligns tensors."""
-        start = 0
-        for shape, dtype in zip(shapes, dtypes, strict=True):
-            stop = start + math.prod(shape) * dtype.itemsize
-            stored = torch.from_numpy(self._bytes[start:stop]).clone()
-            yield stored.view(dtype).view(shape).float()
-            start = stop
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the state in float32; nobody takes more."""
+        return (tensor.float() for tensor in self._tensors)

@@ -109,6 +109,12 @@ def test_a_fork_goes_its_own_way() -> None:
     assert not states.positions
 
 
+def test_a_fork_exports_the_bytes_of_its_origin() -> None:
+    states = LayerState(SPEC, kv_dtype=torch.bfloat16)
+    states.hold(64, random_state(states))
+    assert exported(states.fork(), 64) == exported(states, 64)
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.mixer)
 @given(data=st.data())
 @settings(max_examples=30)
