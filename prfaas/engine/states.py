@@ -97,7 +97,7 @@ class LayerState:
     def fork(self) -> "LayerState":
         """Return an independent one that holds the same states; not what has come in part."""
         other = copy(self)
-        other._held, other._arriving = dict(self._held), {}
+        other._held, other._arriving = dict(self._held), {}  # noqa: SLF001  # our own
         return other
 
     def write_to(self, position: int, out: memoryview, start: int) -> None:
