@@ -5,6 +5,9 @@ from typing import Protocol
 
 from prfaas.cache.pool import Entry, PageKey, PagePool
 
+STRETCH = 256
+"""Blocks are asked about so many at a time: most prompts that nobody knows part at the beginning."""
+
 
 class Known(Protocol):
     """What is asked of a store."""
@@ -34,28 +37,33 @@ class InRam:
         self.keys = keys
         self._pool = pool
         self._entries: dict[int, list[Entry | None]] = {}
+        """Of each group the first blocks', as far as was asked."""
 
     def leading(self, group: int) -> int:
         """Return how many blocks of a group are there before the first that is not."""
-        entries = self.entries(group)
-        return len(entries) if all(entries) else entries.index(None)
+        for start in range(0, len(self.keys), STRETCH):
+            entries = self.first(group, start + STRETCH)[start : start + STRETCH]
+            if not all(entries):
+                return start + entries.index(None)
+        return len(self.keys)
 
     def has(self, group: int, block: int) -> bool:
         """Return whether that block of that group is there."""
         return self.keys[block] in self._pool.published(group)
 
-    def entries(self, group: int) -> list[Entry | None]:
-        """Return the entry of each block of a group, None for what is not there."""
-        entries = self._entries.get(group)
-        if entries is None:
-            entries = list(map(self._pool.published(group).get, self.keys))
-            self._entries[group] = entries
+    def first(self, group: int, num_blocks: int) -> list[Entry | None]:
+        """Return at least so many entries of a group, if there are, None for what is not there."""
+        entries = self._entries.setdefault(group, [])
+        if len(entries) < num_blocks:
+            keys = self.keys[len(entries) : num_blocks]
+            entries += map(self._pool.published(group).get, keys)
         return entries
 
     def some(self, group: int, blocks: range) -> list[Entry | None]:
         """Return the entries of some blocks of a group."""
-        if group in self._entries:
-            return self._entries[group][blocks.start : blocks.stop]
+        entries = self._entries.get(group, ())
+        if len(entries) >= blocks.stop:
+            return list(entries[blocks.start : blocks.stop])
         return list(map(self._pool.published(group).get, self.keys[blocks.start : blocks.stop]))
 
 
@@ -74,10 +82,16 @@ class InRamOrOnDisk:
         return self._leading[group]
 
     def _count(self, group: int) -> int:
-        entries, keys = self._ram.entries(group), self._ram.keys
-        absent = absent_blocks(range(len(entries)), entries)
-        num_known = self._store.num_known(group, [keys[block] for block in absent])
-        return len(entries) if num_known == len(absent) else absent[num_known]
+        keys = self._ram.keys
+        for start in range(0, len(keys), STRETCH):
+            blocks = range(start, min(start + STRETCH, len(keys)))
+            entries = self._ram.first(group, blocks.stop)[blocks.start : blocks.stop]
+            absent = absent_blocks(blocks, entries)
+            if absent:
+                num_known = self._store.num_known(group, [keys[block] for block in absent])
+                if num_known < len(absent):
+                    return absent[num_known]
+        return len(keys)
 
     def has(self, group: int, block: int) -> bool:
         """Return whether that block of that group is there."""

@@ -78,8 +78,8 @@ class KnownStore(PageStore):
 
     def num_known(self, group: int, keys: Sequence[bytes]) -> int:
         """Return whether all were put, as the store finds that out."""
-        wanted = list(zip(repeat(group), keys, strict=False))
-        return len(wanted) if all(map(self.where.__contains__, wanted)) else 0
+        wanted = zip(repeat(group), keys, strict=False)
+        return len(keys) if all(map(self.where.__contains__, wanted)) else 0
 
     def get_many(self, wanted: Sequence[tuple[PageKey, Sequence[memoryview]]]) -> list[bool]:
         """Read nothing."""

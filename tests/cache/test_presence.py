@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.cache import presence as presence_module
 from prfaas.cache.pool import PageKey, PagePool
 from prfaas.cache.presence import InRam, InRamOrOnDisk, absent_blocks
 
@@ -29,8 +31,15 @@ class Noting:
         return next((n for n, k in enumerate(keys) if (group, k) not in self._known), len(keys))
 
 
+@pytest.mark.parametrize("stretch", [1, 3, 256])
 @given(in_ram=PLACES, on_disk=PLACES)
-def test_it_says_of_each_block_where_it_is(in_ram, on_disk):
+def test_it_says_of_each_block_where_it_is(stretch, in_ram, on_disk):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(presence_module, "STRETCH", stretch)
+        check_presence(in_ram, on_disk)
+
+
+def check_presence(in_ram: set[tuple[int, int]], on_disk: set[tuple[int, int]]) -> None:
     pool = PagePool(100, 1)
     store = Noting(on_disk)
     with pool.lock:
