@@ -90,10 +90,12 @@ class Records:
 
     def num_known(self, group: int, keys: Sequence[bytes]) -> int:
         """Return how many blocks of a group are `known` before the first that is not."""
-        wanted = list(zip(repeat(group), keys, strict=False))
-        if self._ttl_s is None and all(map(self._where.__contains__, wanted)):
-            return len(wanted)
-        return next((n for n, key in enumerate(wanted) if not self.known(key)), len(wanted))
+        where = self._where
+        if self._ttl_s is None and all(
+            map(where.__contains__, zip(repeat(group), keys, strict=False))
+        ):
+            return len(keys)
+        return next((n for n, key in enumerate(keys) if not self.known((group, key))), len(keys))
 
     def _is_expired(self, segment: Segment) -> bool:
         return self._ttl_s is not None and self._wall() >= segment.created_s + self._ttl_s
