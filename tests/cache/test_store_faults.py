@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
@@ -266,26 +267,45 @@ def test_half_a_write_is_taken_back(directory, monkeypatch):
         assert whole(store, range(4)) == [0, 1, 2, 3]
 
 
+def test_a_write_that_the_system_cuts_short_is_a_miss_until_it_need_not(directory):
+    clock = Hand()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with opened(directory, clock=clock) as store:
+        fill(store, range(6))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, limits[1]))
+        try:
+            assert put(store, key_of(6), bytes_of(6, 10_000))
+            store.flush()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert store.stats().num_failures == 1
+        assert whole(store, range(7)) == list(range(6))
+        assert [path.stat().st_size for path in segments_of(directory)] == [60_000]
+        clock.now_s += 1
+        fill(store, range(6, 8))
+    with opened(directory) as store:
+        assert whole(store, range(8)) == list(range(8))
+
+
 def test_a_file_that_cannot_be_deleted_still_counts_and_is_the_next_to_go(directory, monkeypatch):
     clock = Hand()
-    store = open_store(directory, clock=clock, quota_bytes=1 << 20)
-    fill(store, range(60), 10_000)
-    before = segments_of(directory)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", raising(OSError(errno.EIO, "Input/output error")))
-        for number in range(60, 110):
-            put(store, key_of(number), bytes_of(number, 10_000))
-        store.flush()
-    assert store.stats().num_failures
-    assert segments_of(directory)[: len(before)] == before
-    store.check()
-    clock.now_s += 60
-    fill(store, range(60, 110))
-    assert set(range(60, 110)) <= set(whole(store, range(110)))
-    assert before[0] not in segments_of(directory)
-    assert sum(path.stat().st_size for path in segments_of(directory)) < 1 << 20
-    store.check()
-    store.close()
+    with opened(directory, clock=clock, quota_bytes=1 << 20) as store:
+        fill(store, range(60))
+        before = segments_of(directory)
+        refused = 60
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", raising(OSError(errno.EIO, "Input/output error")))
+            while not store.stats().num_failures:
+                refused += 1
+                assert put(store, key_of(refused), bytes_of(refused, 10_000))
+                store.flush()
+        assert segments_of(directory)[: len(before)] == before
+        store.check()
+        clock.now_s += 1
+        fill(store, range(refused, refused + 20))
+        assert set(range(refused, refused + 20)) <= set(whole(store, range(refused + 20)))
+        assert before[0] not in segments_of(directory)
+        assert sum(path.stat().st_size for path in segments_of(directory)) < 1 << 20
 
 
 def test_an_error_of_our_own_ends_the_thread_but_gives_every_page_back(directory, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.cache import store_index
 from prfaas.cache.store_index import Index, Record, decode_key, encode_key, open_index, pack, unpack
 from prfaas.cache.store_scan import DamagedIndex, copy_index, main, renew_index, tables
 from prfaas.errors import StoreError
@@ -120,6 +121,19 @@ def test_a_read_is_of_one_moment_however_many_commits_want_its_pages(index):
     writer.join()
     assert found == [record(n) for n in range(500)]
     assert index.get_many(names(*range(500))) == [record(n + 19_000) for n in range(500)]
+
+
+def test_a_full_map_fails_the_commit_and_leaves_reads_and_removals(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_index, "_MAP_BYTES", 256 << 10)
+    index = Index(tmp_path / "index.mdb")
+    index.apply(removals=[], additions=[(key_of(n), record(n)) for n in range(500)])
+    with pytest.raises(StoreError, match="MAP_FULL"):
+        index.apply(removals=[], additions=[(key_of(n), record(n)) for n in range(500, 5000)])
+    assert index.is_usable
+    assert dict(index.records()) == {key_of(n): record(n) for n in range(500)}
+    index.apply(removals=[key_of(n) for n in range(400)], additions=[])
+    assert dict(index.records()) == {key_of(n): record(n) for n in range(400, 500)}
+    index.close()
 
 
 def test_a_copy_holds_the_sound_entries_and_no_others(tmp_path):
