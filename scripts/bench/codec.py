@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import sys
 import tempfile
 import time
@@ -73,7 +72,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One codec on one kind of pages; speeds are medians over the runs, in seconds of one core."""
+    """One codec on one kind of pages; speeds are of the fastest run, in seconds of one core."""
 
     pages: str
     codec: str
@@ -223,7 +222,7 @@ def measure(name: str, pages: list[Page], codec: Codec, num_runs: int, loss: Los
     if codec in LOSSLESS and any(there_and_back(codec, page) != page.data for page in pages):
         raise AssertionError(f"{codec.name} is not lossless on {name}")
     encode_s, decode_s, copy_s = (
-        statistics.median(seconds(run) for _ in range(num_runs))
+        min(seconds(run) for _ in range(num_runs))
         for run in (
             lambda: [encode_page(codec, page.data, page.numbers) for page in pages],
             lambda: [

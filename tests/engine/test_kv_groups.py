@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,25 @@ def test_strict_modes_rows_make_a_state_larger_and_have_a_name():
 def test_layouts_load_without_torch():
     code = "import sys, prfaas.engine.kv_groups; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_row_is_one_head_of_one_token_or_the_largest_part_that_k_and_v_share():
+    unequal = replace(FULL, head_dim=192, value_head_dim=128)
+    wide = replace(WINDOW, head_dim=32, num_kv_heads=1)
+    layout = kv_groups([FULL, unequal, WINDOW, wide, LATENT, LIGHTNING], 64)
+    rows = {
+        spec.layers: None if isinstance(spec, StateSpec) else spec.row_items
+        for spec in layout.groups
+    }
+    # Layers 2 and 3 keep as many bytes in other heads: their group's rows fit both.
+    assert rows == {(0,): 16, (1,): 64, (2, 3): 16, (4,): 16, (5,): None}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_fill_what_a_token_adds_and_are_wide_enough_for_a_scale(name):
+    layers = layers_of(name)
+    for spec in kv_groups(layers, 64).groups:
+        if not isinstance(spec, StateSpec):
+            assert spec.row_items is not None
+            assert spec.page_bytes // 64 // 4 % spec.row_items == 0
+            assert spec.row_items >= 64
