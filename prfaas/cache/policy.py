@@ -76,7 +76,8 @@ def prompt_worth(layout: CacheLayout, hit_tokens: int, prompt_tokens: int) -> fl
         prompt_tokens: of the prompt, what could have been.
     """
     goes_on = prompt_tokens > 0 and 2 * hit_tokens >= prompt_tokens
-    return dense_worth(layout) * (CHAT_WEIGHT if goes_on else 1.0)
+    of_prompt = dense_worth(layout) or 1.0  # without full attention any will do
+    return of_prompt * (CHAT_WEIGHT if goes_on else 1.0)
 
 
 def is_worth_disk(worth: float, dense: float, *, is_second_sight: bool) -> bool:

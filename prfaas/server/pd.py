@@ -252,11 +252,13 @@ class PdNode:
 
         `salt` is that of the table's keys.
         """
-        request_id = generation.request.request_id
+        request_id, record = generation.request.request_id, generation.record
+        table = hold.hand_over()
+        hit_tokens = table.hit_tokens
         stream = self._engine.submit(
             Submission(
                 request=replace(generation.request, cache_salt=salt),
-                table=hold.hand_over(),
+                table=table,
                 forced_tokens=generation.drawn_tokens if generation.has_drawn else (),
                 return_logits=return_logits and generation.first_logits is None,
             )
@@ -266,6 +268,10 @@ class PdNode:
             for choice in generation.stopped_choices:
                 self._engine.stop_choice(request_id, choice)
             async for event in stream:
+                gained_tokens = table.hit_tokens - hit_tokens  # published while the prompt waited
+                hit_tokens += gained_tokens
+                record.tokens_reused += gained_tokens
+                record.tokens_local -= gained_tokens
                 match event:
                     case TokenEvent():
                         generation.put(event)

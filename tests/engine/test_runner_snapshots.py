@@ -86,6 +86,7 @@ def evict_passed(node: Node, num_tokens: int, every_tokens: int) -> None:
     assert node.cache.counts().num_evictions == num_evictions + num_cold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_tokens", [64, 576])
 def test_a_prompt_that_parts_anywhere_goes_on_from_the_snapshot_before(model, chunk_tokens):
     """Even after everything that was only passed by has been evicted."""
@@ -109,7 +110,8 @@ def test_without_snapshots_a_prompt_that_parts_finds_nothing(model):
     assert result.num_computed == 400
 
 
-@settings(max_examples=15, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
 @given(
     family=st.sampled_from(["gemma3", "bamba"]),
     num_tokens=st.integers(65, 400),
@@ -144,6 +146,7 @@ def test_a_sink_hears_of_every_snapshot_with_the_bytes_of_a_cold_prefill(
     assert sink.pages.keys() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "bamba", "falcon_h1"])
 def test_what_a_broken_transfer_brought_up_to_a_snapshot_is_a_hit(family):
     model = some_model(family)
@@ -180,8 +183,7 @@ def test_a_senders_snapshots_stay_until_they_are_dropped_or_the_table_is_release
     assert table.try_reserve(len(prompt))
     table.retain()
     sink = Recorder(node.cache, table)
-    how = {"table": table, "sink": sink, "prefill_only": True, "snapshot_tokens": 64}
-    node.submit("r", prompt, GREEDY, **how)
+    node.submit("r", prompt, GREEDY, table=table, sink=sink, prefill_only=True, snapshot_tokens=64)
     while node.runner.has_work:
         node.step()
     layout = node.cache.layout
@@ -211,8 +213,7 @@ def test_a_window_block_of_two_snapshots_stays_for_the_later_one():
     assert table.try_reserve(len(prompt))
     table.retain()
     sink = Recorder(node.cache, table)
-    how = {"table": table, "sink": sink, "prefill_only": True, "snapshot_tokens": 8}
-    node.submit("r", prompt, GREEDY, **how)
+    node.submit("r", prompt, GREEDY, table=table, sink=sink, prefill_only=True, snapshot_tokens=8)
     while node.runner.has_work:
         node.step()
     table.drop_snapshots(16)

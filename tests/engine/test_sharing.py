@@ -30,6 +30,7 @@ def tail_of(model: Model, num_tokens: int) -> int:
     return num_tokens - (num_tokens - 1) // block_tokens * block_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_tokens", [64, 192, 4032])
 @pytest.mark.parametrize("num_tokens", [150, 500])
 def test_five_equal_prompts_at_once_are_computed_once(model, num_tokens, chunk_tokens):
@@ -103,15 +104,13 @@ def test_the_sink_of_a_prompt_that_waited_gets_all_its_pages_with_equal_bytes(mo
     """Those of the longer hit as well, of which the submission knew nothing."""
     node, prompt = Node(model, chunk_tokens=64), prompt_of(num_tokens)
     node.answer(prompt[:70], GREEDY)  # all have a hit to begin with
-    sinks = []
+    sinks, known_tokens = [], 64
     for index in range(5):
         table = node.lookup(prompt)
-        known_tokens = table.hit_tokens
-        assert known_tokens == 64
+        assert table.hit_tokens == known_tokens
         assert table.try_reserve(num_tokens)
         sinks.append(Recorder(node.cache, table))
-        how = {"table": table, "sink": sinks[-1], "prefill_only": True}
-        node.submit(f"r{index}", prompt, GREEDY, **how)
+        node.submit(f"r{index}", prompt, GREEDY, table=table, sink=sinks[-1], prefill_only=True)
     results = node.run()
     layout = node.cache.layout
     missing = {
