@@ -46,6 +46,11 @@ def test_rooms_without_torch_do_not_load_it():
     assert "torch" not in loaded_heavies(f"import {rooms}")
 
 
+def test_a_replayed_node_loads_no_torch():
+    code = "import prfaas.cli.node_process, prfaas.server.replay_parts, prfaas.server.verify"
+    assert "torch" not in loaded_heavies(code)
+
+
 @pytest.mark.parametrize(
     "command", [[], ["serve"], ["model"], ["plan"], ["verify"], ["chat"], ["cache"]]
 )

@@ -35,9 +35,14 @@ def environment(models_dir: Path) -> dict[str, str]:
 SMALL = ("--threads", "1", "--cache-ram", "64MiB", "--kv-ram-bytes", "256MiB")
 
 
+REPLAYED = ("--cache-ram", "64MiB")
+"""A node without weights has no threads and no memory for them."""
+
+
 def command(name: str, *flags: str) -> list[str]:
     """Return the command line of a small node, or of what is like one."""
-    return [sys.executable, "-m", "prfaas", name, *SMALL, *flags]
+    small = REPLAYED if "replay" in flags else SMALL
+    return [sys.executable, "-m", "prfaas", name, *small, *flags]
 
 
 def run_to_its_end(directory: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:

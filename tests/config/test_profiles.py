@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.config.model_file import read_model
-from prfaas.config.profiles import read_profile
+from prfaas.config.profiles import read_kv_model, read_profile
 from prfaas.engine.model_spec import layers_kv_bytes
 from prfaas.errors import ConfigError
 from tests.config.knobs import INF, NAN, integer, number
@@ -116,3 +116,16 @@ def test_the_shipped_profiles_say_what_is_published_and_what_is_fitted():
         assert h200.prefill_s(length) == pytest.approx(seconds)
         assert h200.kv_bytes(length) / 2**20 == pytest.approx(mib, rel=0.02)
     assert h20.prefill_s(10_000) == pytest.approx(1.0 + 0.672 + 0.1066)
+
+
+def test_the_model_behind_a_profiles_kv_is_given_and_none_behind_a_table(tmp_path):
+    path = CONFIGS / "profiles" / "h20-internal-1t.toml"
+    named = read_kv_model(path)
+    assert named is not None
+    model, kv_dtype = named
+    assert kv_dtype == "bfloat16"
+    s_kv = layers_kv_bytes(model.layers, 4_096, kv_dtype)
+    assert s_kv == read_profile(path).kv_bytes(4_096)
+    table = tmp_path / "table.toml"
+    table.write_text("[kv]\ntokens = [1]\nbytes = [2]\n")
+    assert read_kv_model(table) is None

@@ -91,3 +91,36 @@ def test_tls_takes_the_place_of_consent():
 def test_half_of_a_tls_setup_is_refused(flags, message):
     with pytest.raises(ConfigError, match=f"^{message}$"):
         load(**flags)
+
+
+def test_a_replayed_engine_needs_its_profile():
+    assert load(engine="replay", profile="p.toml", speed="4", bytes_scale="0.01").replay.speed == 4
+    with pytest.raises(ConfigError, match=r"^--engine: replay needs a profile, --profile$"):
+        load(engine="replay")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("profile", "p.toml"), ("speed", "4"), ("bytes_scale", "0.5")]
+)
+def test_what_is_replayed_has_no_effect_on_a_model(name, value):
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"^{flag} has no effect without --engine replay$"):
+        load(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", "smollm2"),
+        ("chat_template", "t.jinja"),
+        ("device", "cuda"),
+        ("dtype", "float32"),
+        ("numerics", "strict"),
+        ("threads", "2"),
+        ("kv_ram_bytes", "1GiB"),
+    ],
+)
+def test_what_weights_need_has_no_effect_on_a_replayed_engine(name, value):
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"^{flag} has no effect with a replayed engine"):
+        load(engine="replay", profile="p.toml", **{name: value})

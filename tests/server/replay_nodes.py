@@ -1,0 +1,73 @@
+"""Nodes that replay profiles, in a pair with a relay between them."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from prfaas.cache.options import CacheOptions
+from prfaas.config.options import NodeConfig, Role
+from prfaas.engine.options import EngineOptions
+from prfaas.engine.replay_options import ReplayOptions
+from prfaas.server.pd import load_pd_node
+from prfaas.server.prefill import load_prefill_node
+from prfaas.transport.options import TransportOptions
+from tests.server.fleet import CountedTransfers, PrefillHost
+from tests.server.real_nodes import RealNodes, no_progress
+from tests.server.relay import Relay
+
+PROFILES = Path(__file__).parents[2] / "configs" / "profiles"
+LOCAL, REMOTE = (PROFILES / f"{name}-internal-1t.toml" for name in ("h20", "h200"))
+
+
+def replay_config(
+    role: Role,
+    profile: Path,
+    *,
+    peer: str | None = None,
+    cache_dir: Path | None = None,
+    speed: float = 200.0,
+    bytes_scale: float = 0.002,
+    **transport: Any,
+) -> NodeConfig:
+    return NodeConfig(
+        role=role,
+        engine=EngineOptions(kind="replay"),
+        replay=ReplayOptions(profile=str(profile), speed=speed, bytes_scale=bytes_scale),
+        cache=CacheOptions(ram_bytes=64 << 20, dir=None if cache_dir is None else str(cache_dir)),
+        transport=TransportOptions(**{"stall_timeout_s": 10.0, **transport, "peer": peer}),
+    )
+
+
+@contextlib.asynccontextmanager
+async def replay_nodes(
+    *, cache_dir: Path | None = None, **settings: Any
+) -> AsyncIterator[RealNodes]:
+    """Run a pd node and its peer, each with the profile of its kind of machine."""
+    prefill = load_prefill_node(
+        replay_config("prefill", REMOTE, **settings), CountedTransfers(), no_progress
+    )
+    host, relay = PrefillHost(lambda: prefill), Relay()
+    async with asyncio.TaskGroup() as tasks:
+        await host.start(tasks)
+        await relay.start(host.port)
+        pd = load_pd_node(
+            replay_config(
+                "pd", LOCAL, peer=f"127.0.0.1:{relay.port}", cache_dir=cache_dir, **settings
+            ),
+            CountedTransfers(),
+            no_progress,
+        )
+        await pd.start(tasks)
+        nodes = RealNodes(pd, prefill, relay)
+        try:
+            async with asyncio.timeout(120):
+                assert pd.peer is not None
+                await pd.peer.settled()
+                yield nodes
+                await nodes.at_rest()
+        finally:
+            await pd.close()
+            await host.close()
+            await relay.close()
