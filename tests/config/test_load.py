@@ -118,6 +118,17 @@ def test_a_setting_the_role_does_not_heed_is_refused_from_any_source(tmp_path):
         load(environ={"PRFAAS_LEASE_S": "1"})
 
 
+@given(st.integers(1, 300), st.integers(0, 3000))
+def test_snapshots_lie_a_whole_number_of_blocks_apart(block, snapshot):
+    flags = {"block_tokens": str(block), "snapshot_tokens": str(snapshot)}
+    flags["chunk_tokens"] = str(block)
+    if snapshot % block == 0:
+        assert load(**flags).cache.snapshot_tokens == snapshot
+    else:
+        with pytest.raises(ConfigError, match=f"--snapshot-tokens: {snapshot} .* {block} tokens"):
+            load(**flags)
+
+
 @given(st.integers(1, 300), st.integers(1, 3000))
 def test_a_chunk_is_a_whole_number_of_blocks(block, chunk):
     flags = {"block_tokens": str(block), "chunk_tokens": str(chunk)}
