@@ -83,9 +83,9 @@ def test_a_ratio_is_of_what_ran_side_by_side():
 @pytest.mark.usefixtures("same_threads")
 def test_a_node_is_measured_over_http_and_after_restarts(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PRFAAS_MODELS_DIR", str(tmp_path / "models"))
-    cache.main(["--quick", "--json", "--threads", "1"])
+    cache.main(["--quick", "--json", "--threads", "1", "--only", "ttft", "store"])
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"threads", *cache.PARTS}
+    assert set(found) == {"threads", "ttft", "store"}
     [row] = found["ttft"]
     assert row["model"] == "tiny gemma3"
     assert 1000 <= row["prompt_tokens"] <= 1024
@@ -95,5 +95,11 @@ def test_a_node_is_measured_over_http_and_after_restarts(tmp_path, monkeypatch, 
         if name.endswith(("_ms", "_over_tail", "_over_ram_and_plain")):
             assert value > 0, name
     assert [each["name"] for each in found["store"]] == ["store", "load cached", "load disk"]
-    assert found["lookup"][0]["indexed_blocks"] > 0
-    assert found["hit_rates"]
+
+
+@pytest.mark.slow
+def test_lookups_and_hit_rates_are_printed_line_by_line(capsys):
+    cache.main(["--quick", "--only", "lookup", "hit_rates", "--prompts", "20"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["lookup"] + ["hit_rates"] * (len(lines) - 1)
+    assert lines[0].split()[1] == "indexed_blocks=4000"
