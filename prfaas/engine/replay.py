@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SLICE_S = 0.01
 """The longest that a step waits: an abort is heard after it."""
+CATCH_UP_S = 0.005
+"""Waking up this late is made good in the next pass; being too slow for the profile is not."""
 
 
 class ReplayEngine(Runner):
@@ -96,7 +98,9 @@ class ReplayEngine(Runner):
 
     def _begin(self) -> _Pass | None:
         """Return the next pass, or None if there is nothing to compute."""
-        began_s = self._clock() if self._free_s is None else self._free_s
+        began_s = self._clock()
+        if self._free_s is not None:
+            began_s = max(self._free_s, began_s - CATCH_UP_S)
         self._step_count += 1
         plan = self._plan()
         forward = ReplayForward(self._cache, self._replayed)

@@ -31,9 +31,8 @@ _UNSPOKEN_LOGIT = np.float32(-24.0)
 """Added to the logits of everything but small letters and spaces."""
 
 Words = NDArray[np.uint64]
-Bytes = NDArray[np.uint8]
-Stream = Callable[[bytes, int], Bytes]
-"""(16 bytes of key, number of bytes) -> bytes that depend on all of the key, until the next call."""
+Stream = Callable[[bytes, int], bytes]
+"""(16 bytes of key, number of bytes) -> bytes that depend on all of the key."""
 
 
 class TokenChain:
@@ -131,15 +130,15 @@ class ReplayedKv:
         return other
 
     def _give(self, kind: int, layer: int, position: int, start: int, out: memoryview) -> None:
-        np.frombuffer(out, np.uint8)[:] = self._expected(kind, layer, position, start, len(out))
+        out[:] = self._expected(kind, layer, position, start, len(out))
 
     def _take(self, kind: int, layer: int, position: int, start: int, data: memoryview) -> None:
-        expected = self._expected(kind, layer, position, start, len(data))
-        if not np.array_equal(np.frombuffer(data, np.uint8), expected):
+        # As bytes: numpy would give up the GIL for every page, memoryviews compare one by one.
+        if bytes(data) != self._expected(kind, layer, position, start, len(data)):
             place = _PLACE.pack(kind, layer, start) + position.to_bytes(8, "little")
             self.taint = blake2b(self.taint + place + data, digest_size=16).digest()
 
-    def _expected(self, kind: int, layer: int, position: int, start: int, size: int) -> Bytes:
+    def _expected(self, kind: int, layer: int, position: int, start: int, size: int) -> bytes:
         place = _PLACE.pack(kind, layer, start)
         key = blake2b(self.digest(position) + place, digest_size=16).digest()
         return self._stream(key, size)
@@ -240,6 +239,6 @@ class ReplayModel:
         np.multiply(words, np.uint64(factor | 1), out=words)
         return words
 
-    def _stream(self, key: bytes, num_bytes: int) -> Bytes:
+    def _stream(self, key: bytes, num_bytes: int) -> bytes:
         words = self._mix(key, -(-num_bytes // 8)).astype("<u8", copy=False)
-        return words.view(np.uint8)[:num_bytes]
+        return words.view(np.uint8)[:num_bytes].tobytes()
