@@ -297,11 +297,13 @@ class BlockTable:
             assert self._num_tokens == self._hit_tokens, "pages behind the hit are in use"
             layout, block_tokens = self._layout, self._layout.block_tokens
             limit = min(len(self._keys), max(0, num_tokens - 1) // block_tokens)
-            ram = InRam(self._pool, self._keys[:limit])
             hit = self._hit_tokens // block_tokens
             full = [g for g, spec in enumerate(layout.groups) if isinstance(spec, FullSpec)]
-            if hit >= limit or not all(ram.has(group, hit) for group in full):
+            if hit >= limit or any(
+                self._keys[hit] not in self._pool.published(group) for group in full
+            ):
                 return self._hit_tokens  # the common case, and cheap
+            ram = InRam(self._pool, self._keys[:limit])
             num_blocks = longest_hit(layout.groups, block_tokens, limit, ram)
             if layout.has_states and full:
                 shared = shared_blocks(layout.groups, limit, ram)

@@ -41,33 +41,33 @@ def find_leaders(sequences: Iterable[SequenceState], layout: CacheLayout) -> dic
     Returns:
         Key of a prompt that never ran -> key of the other.
     """
+    prompts = [sequence for sequence in sequences if not sequence.is_choice]
+    ran = [prompt for prompt in prompts if not prompt.is_new]
+    firsts: dict[bytes, SequenceState] = {}
+    """Prompts that never ran, by the key of the block they would begin with."""
     leaders: dict[int, int] = {}
-    alike: dict[bytes, list[SequenceState]] = {}
-    """By the key of their first block."""
-    prompts = [sequence for sequence in sequences if not sequence.is_choice and sequence.table.keys]
-    for prompt in sorted(prompts, key=lambda prompt: prompt.is_new):  # those that ran come first
-        others = alike.setdefault(prompt.table.keys[0], [])
-        leader = _leader_of(prompt, others, layout) if prompt.is_new else None
+    for prompt in prompts:
+        next_block = prompt.resume_tokens // layout.block_tokens
+        if not prompt.is_new or next_block >= prompt.table.num_keys:
+            continue
+        first = firsts.setdefault(prompt.table.keys[next_block], prompt)
+        candidates = ran if first is prompt else [*ran, first]
+        leader = next((other for other in candidates if _leads(other, prompt, layout)), None)
         if leader is not None:
             leaders[prompt.key] = leader.key
-        others.append(prompt)
     return leaders
 
 
-def _leader_of(
-    prompt: SequenceState, others: Iterable[SequenceState], layout: CacheLayout
-) -> SequenceState | None:
+def _leads(other: SequenceState, prompt: SequenceState, layout: CacheLayout) -> bool:
+    """Return whether `other` will yet make what `prompt` can use; it then keeps its state there."""
     block_tokens = layout.block_tokens
-    limit_tokens = replay_boundary(len(prompt.tokens), block_tokens)
-    for other in others:
-        done_tokens = other.resume_tokens if other.kv is None else other.kv.num_tokens
-        shared_tokens = prompt.table.num_shared_blocks(other.table.keys) * block_tokens
-        usable_tokens = min(shared_tokens, limit_tokens)
-        if usable_tokens > max(done_tokens, prompt.resume_tokens):
-            if layout.has_states:
-                other.table.mark(usable_tokens)
-            return other
-    return None
+    done_tokens = other.resume_tokens if other.kv is None else other.kv.num_tokens
+    shared_tokens = prompt.table.num_shared_blocks(other.table.keys) * block_tokens
+    usable_tokens = min(shared_tokens, replay_boundary(len(prompt.tokens), block_tokens))
+    is_leading = usable_tokens > max(done_tokens, prompt.resume_tokens)
+    if is_leading and layout.has_states:
+        other.table.mark(usable_tokens)
+    return is_leading
 
 
 def look_again(prompt: SequenceState, layout: CacheLayout) -> bool:

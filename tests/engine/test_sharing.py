@@ -126,3 +126,14 @@ def test_the_sink_of_a_prompt_that_waited_gets_all_its_pages_with_equal_bytes(mo
     assert all(results[f"r{index}"].tokens() == first for index in range(5))
     computed = sum(results[f"r{index}"].num_computed for index in range(5))
     assert computed == num_tokens - 64 + 4 * tail_of(model, num_tokens)
+
+
+def test_prompts_that_part_where_the_cache_ends_do_not_wait_for_each_other():
+    node = Node(tiny("llama", "float32"), chunk_tokens=4032)
+    shared = prompt_of(160)
+    node.answer(shared, GREEDY)
+    for seed in (1, 2, 3):
+        node.submit(f"r{seed}", (*shared, *prompt_of(100, seed=seed)), GREEDY)
+    node.step()
+    assert node.runner.load().num_waiting == 0
+    node.run()
