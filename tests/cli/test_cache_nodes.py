@@ -82,6 +82,11 @@ def ask_or_lose(node: NodeProcess, tokens: Sequence[int]) -> Answer | None:
         return None
 
 
+def wait_for_writes(node: NodeProcess) -> None:
+    """Return once all that the node has published is on disk."""
+    node.wait(lambda: node.metric('prfaas_store_bytes{state="queued"}') == 0)
+
+
 def kill(node: NodeProcess) -> None:
     node.process.kill()
     node.process.wait()
@@ -128,7 +133,7 @@ def restarted(directory) -> Iterator[dict[Family, Restarted]]:
         for family, node in start(stack).items():
             answered[family] = {n: ask(node, prompt_of(n)) for n in EARLY}
             assert not any(answer.cached_tokens for answer in answered[family].values())
-            node.wait(lambda node=node: node.metric('prfaas_store_bytes{state="queued"}') == 0)
+            wait_for_writes(node)
             for n in LATE:
                 clients.submit(ask_or_lose, node, prompt_of(n))
             time.sleep(rng.uniform(0.0, 0.6))

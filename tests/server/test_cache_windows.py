@@ -52,9 +52,8 @@ async def test_prompts_around_a_window_with_long_answers_in_a_pool_nearly_full(f
         await at_rest(node)
         assert node._cache.counts().num_evictions > 0
         for (tokens, how), (drawn, logits) in zip(prompts, expected, strict=True):
-            for _ in range(2):
-                answer = await ask(node, tokens, how, max_tokens=1)
-                assert answer.bits == (drawn[:1], logits)
-            assert answer.reused == boundary(len(tokens), BLOCK), "the pool is free again"
+            answers = [await ask(node, tokens, how, max_tokens=1) for _ in range(2)]
+            assert [answer.bits for answer in answers] == [(drawn[:1], logits)] * 2
+            assert answers[1].reused == boundary(len(tokens), BLOCK), "the pool is free again"
         counts = node._cache.counts()
         assert counts.num_free + counts.num_cached == counts.num_pages
