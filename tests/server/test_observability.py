@@ -7,6 +7,7 @@ from pathlib import Path
 from prfaas.cache.lookups import LookupCounts
 from prfaas.cache.store import StoreStats
 from prfaas.cache.store_types import RecordCounts, RecordStats
+from prfaas.engine.submission import TurnCounts
 from prfaas.server.metrics import Metrics
 from prfaas.server.node import NodeLoad
 from prfaas.types import RequestRecord
@@ -56,7 +57,9 @@ def exercised() -> Metrics:
     metrics.transfer_bytes("sent", 1)
     metrics.transfer_finished("sent", "completed")
     metrics.watch(
-        lambda: NodeLoad(peers_usable={"peer": True}, lookups=LookupCounts(), store=STORE)
+        lambda: NodeLoad(
+            peers_usable={"peer": True}, lookups=LookupCounts(), turns=TurnCounts(), store=STORE
+        )
     )
     return metrics
 
