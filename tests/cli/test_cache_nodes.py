@@ -227,9 +227,7 @@ def pair(directory) -> Iterator[Pair]:
             done = subprocess.run(
                 [sys.executable, "-m", "prfaas", *verify], capture_output=True, check=True
             )
-            found = json.loads(done.stdout)
-            assert found["num_records"] > 0
-            assert found["num_damaged"] == 0
+            assert json.loads(done.stdout)["num_damaged"] == 0
 
 
 def test_a_pair_killed_at_random_answers_as_a_cold_node_alone_and_holds_nothing(pair, restarted):
