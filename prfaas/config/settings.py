@@ -282,6 +282,24 @@ SETTINGS: tuple[Setting, ...] = (
         roles=_PD,
     ),
     _setting(
+        "transport.streams",
+        "Connections kept open to the peer, over which each transfer comes.",
+        minimum=1,
+        maximum=64,
+        roles=_PD,
+    ),
+    _setting(
+        "transport.tcp_congestion",
+        "Congestion control of the KV channel's connections, as the kernel names it. Default: its own.",
+    ),
+    _setting(
+        "transport.egress_limit_bytes_per_s",
+        "KV is sent no faster, over all transfers together: 800Mbit. Default: no limit.",
+        above=0,
+        typed_name="egress_limit",
+        roles=_PREFILL,
+    ),
+    _setting(
         "transport.cluster_key_file",
         "A file of mode 600 whose secret both sides of the KV channel must prove to have.",
     ),

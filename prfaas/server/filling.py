@@ -16,7 +16,8 @@ from prfaas.server.engine_thread import EngineThread
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.peer import Peer
 from prfaas.server.prefix_finder import PrefixFinder
-from prfaas.server.remote_prefill import RemoteAttempt, RemotePrefiller
+from prfaas.server.reception import RemoteAttempt
+from prfaas.server.remote_prefill import RemotePrefiller
 from prfaas.transport.coding import may_lose
 from prfaas.transport.messages import CodecName
 from prfaas.types import Request, RouteName

@@ -35,6 +35,7 @@ from prfaas.transport.handshake import Identity
 from prfaas.transport.messages import CodecName
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.security import ChannelSecurity, asker_security
+from prfaas.transport.tcpinfo import check_congestion
 from prfaas.types import Request, RequestEnded, RouteName, TokenEvent
 
 CLEANUP_TIMEOUT_S = 5.0
@@ -289,6 +290,8 @@ class PdNode:
 def load_pd_node(config: NodeConfig, metrics: TransferMetrics, progress: Progress) -> PdNode:
     """Load a node of the pd role. Blocking; raises ConfigError."""
     security = asker_security(config.transport)
+    if config.transport.tcp_congestion is not None:
+        check_congestion(config.transport.tcp_congestion)
     from prfaas.server.load_parts import load_parts  # slow to import
 
     parts = load_parts(config, progress)

@@ -68,7 +68,13 @@ class Peer:
         await self._settled.wait()
 
     async def run(self) -> None:
-        """Shake hands until cancelled: often while the peer fails, now and then while it works."""
+        """Shake hands and keep streams open until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.client.streams.keep())
+            tasks.create_task(self._keep_shaking_hands())
+
+    async def _keep_shaking_hands(self) -> None:
+        """Often while the peer fails, now and then while it works."""
         backoff_s = FIRST_BACKOFF_S
         while True:
             await self._shake_hands()
@@ -117,6 +123,7 @@ class Peer:
             prefill_tokens_per_s=status.prefill_tokens_per_s,
         )
         self._enter("up" if status.is_ready else "not_ready", status.reason)
+        self.client.streams.want()
 
     def _enter(self, state: PeerState, detail: str) -> None:
         if state != self.state:

@@ -27,13 +27,16 @@ from prfaas.server.prefix_finder import PrefixFinder
 from prfaas.server.transfer_metrics import TransferMetrics
 from prfaas.transport.auth import PeerSide
 from prfaas.transport.cluster_key import ClusterKey
+from prfaas.transport.flow import EgressBudget
 from prfaas.transport.handshake import Identity, check_compatible
 from prfaas.transport.messages import PeerStatus, TransferAccepted, TransferRequest
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.outgoing import OutgoingTransfer
 from prfaas.transport.security import check_bind, peer_security
-from prfaas.transport.server import routes
+from prfaas.transport.server import KvChannel
+from prfaas.transport.tcpinfo import check_congestion
 
+EGRESS_BURST_BYTES = 1 << 20
 MAX_CANCELLED = 1024
 MAX_TRANSFER_ID_CHARS = 32
 
@@ -57,11 +60,6 @@ class PrefillNode:
         cluster_key: ClusterKey | None = None,
     ) -> None:
         self._identity = identity
-        self._gate = (
-            None
-            if cluster_key is None
-            else PeerSide(cluster_key, identity=identity, epoch=secrets.token_hex(32))
-        )
         self._cache = cache
         self._engine = EngineThread(engine, clock=clock, name="prefill-engine")
         self._options = options
@@ -73,6 +71,15 @@ class PrefillNode:
         """None while its prompt is being looked up."""
         self._cancelled: dict[str, None] = {}
         """The latest ids that were cancelled before their transfer began, oldest first."""
+        self._budget = EgressBudget(options.egress_limit_bytes_per_s, EGRESS_BURST_BYTES)
+        self._channel = KvChannel(
+            self,
+            gate=None
+            if cluster_key is None
+            else PeerSide(cluster_key, identity=identity, epoch=secrets.token_hex(32)),
+            budget=self._budget,
+            congestion=options.tcp_congestion,
+        )
         self._tasks: asyncio.TaskGroup | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._is_draining = False
@@ -97,7 +104,7 @@ class PrefillNode:
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of the KV channel."""
-        return routes(self, lease_s=self._options.lease_s, gate=self._gate)
+        return self._channel.routes()
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start the engine thread; transfers run in `tasks`."""
@@ -115,6 +122,7 @@ class PrefillNode:
         for transfer in self._transfers.values():
             if transfer is not None:
                 transfer.close("stopped")
+        self._channel.close()
         if self._running:
             await asyncio.wait(self._running)
         await self._engine.stop()
@@ -135,7 +143,7 @@ class PrefillNode:
         )
 
     def transfer(self, transfer_id: str) -> OutgoingTransfer | None:
-        """Return a transfer that can be streamed, or None."""
+        """Return a transfer that streams can be attached to, or None."""
         return self._transfers.get(transfer_id)
 
     def cancel(self, transfer_id: str) -> bool:
@@ -170,7 +178,7 @@ class PrefillNode:
             if self._transfers[transfer_id] is None:
                 del self._transfers[transfer_id]
             self._cancelled.pop(transfer_id, None)
-        return TransferAccepted(hit_tokens=table.hit_tokens, capability=job.transfer.capability)
+        return TransferAccepted(hit_tokens=table.hit_tokens)
 
     def _check(self, asked: TransferRequest) -> None:
         check_compatible(
@@ -188,6 +196,9 @@ class PrefillNode:
         prompt = asked.request.prompt_tokens
         if asked.have_tokens % self._identity.block_tokens:
             raise BadRequest(f"have_tokens = {asked.have_tokens} is not a whole number of blocks")
+        num_bytes = self._cache.layout.bytes_needed(len(prompt), asked.have_tokens)
+        if asked.credit_bytes < num_bytes:
+            raise BadRequest(f"a credit of {asked.credit_bytes} bytes for {num_bytes} bytes of KV")
         # Room for a token behind the first, or our limit would end an answer that its own lets go on.
         if len(prompt) + 2 > self._max_context_tokens:
             raise BadRequest(f"{len(prompt)} prompt tokens, limit {self._max_context_tokens - 2}")
@@ -241,6 +252,7 @@ class PrefillNode:
             await job.run(stream, self._engine, lease_s=self._options.lease_s)
         finally:
             del self._transfers[transfer.transfer_id]
+            self._budget.done(transfer.transfer_id)
             outcome = transfer.outcome or "stopped"
             self._metrics.transfer_finished("sent", outcome)
             get_logger().info(
@@ -257,6 +269,8 @@ def load_prefill_node(
 ) -> PrefillNode:
     """Load a node of the prefill role. Blocking; raises ConfigError."""
     check_bind(config.http.host, config.transport)
+    if config.transport.tcp_congestion is not None:
+        check_congestion(config.transport.tcp_congestion)
     security = peer_security(config.transport)
     from prfaas.server.load_parts import load_parts  # slow to import
 

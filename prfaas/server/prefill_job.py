@@ -11,6 +11,7 @@ from prfaas.server.engine_thread import EngineStream, EngineThread
 from prfaas.server.pull import kv_numbers
 from prfaas.transport.messages import TransferRequest, encode_first_tokens
 from prfaas.transport.outgoing import OutgoingTransfer, PagePlace
+from prfaas.transport.sending import outlive
 from prfaas.transport.wire import FrameType, encode_progress
 from prfaas.types import RequestEnded, TokenEvent
 
@@ -58,6 +59,8 @@ class PrefillJob:
         self.transfer = OutgoingTransfer(
             transfer_id=asked.transfer_id,
             page_view=self._page_view,
+            capability=asked.capability,
+            credit_bytes=asked.credit_bytes,
             codec=asked.codec,
             numbers=kv_numbers(layout, asked.identity),
         )
@@ -119,21 +122,13 @@ class PrefillJob:
                     tasks.create_task(self._produce(stream)),
                     tasks.create_task(self._report_progress(engine)),
                 ]
-                await self._await_receiver(lease_s)
-                await self.transfer.detached()
+                await outlive(self.transfer, lease_s)
                 for task in work:
                     task.cancel()
         finally:
             self.transfer.close("stopped")
             engine.abort(stream.request_id)
             self._table.release()
-
-    async def _await_receiver(self, lease_s: float) -> None:
-        try:
-            async with asyncio.timeout(lease_s):
-                await self.transfer.attached()
-        except TimeoutError:
-            self.transfer.close("expired")
 
     async def _produce(self, stream: EngineStream) -> None:
         """Pass on what the engine draws, then the end; a failure becomes an ERROR frame."""

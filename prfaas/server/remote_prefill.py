@@ -2,75 +2,29 @@
 
 import secrets
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
-from prfaas.cache.block_table import BlockTable
 from prfaas.cache.spec import CacheLayout
 from prfaas.clock import Clock
 from prfaas.errors import (
     IncompatiblePeer,
     Overloaded,
     PromptRefused,
-    ProtocolError,
     TransferError,
     TransferTimeout,
 )
 from prfaas.log import get_logger
-from prfaas.scheduler.monitor import TransferMonitor, TransferRates
-from prfaas.scheduler.router import FIRST_BACKOFF_S, Outcome
+from prfaas.scheduler.monitor import TransferMonitor
+from prfaas.scheduler.router import Outcome
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.peer import Peer
 from prfaas.server.pull import Pull, kv_numbers
+from prfaas.server.reception import Reception, RemoteAttempt
 from prfaas.server.transfer_metrics import TransferMetrics
 from prfaas.transport.handshake import Identity
-from prfaas.transport.messages import TransferRequest, parse_first_tokens, parse_totals
+from prfaas.transport.messages import CAPABILITY_BYTES, TransferRequest
 from prfaas.transport.options import TransportOptions
-from prfaas.transport.stream import FrameStream
-from prfaas.transport.wire import Frame, FrameType, decode_progress
-from prfaas.types import Request
-
-
-@dataclass(slots=True, kw_only=True)
-class RemoteAttempt:
-    """What one try was for and what became of it; `failure` is None as long as nothing failed."""
-
-    request: Request
-    """As it is sent: a peer keeps its pages under its own numerics."""
-    table: BlockTable
-    salt: bytes
-    """Of the table's keys: the request's, or one that names an approximate peer's numerics, a lossy codec
-    or both."""
-    is_exact: bool
-    """What arrives has this node's own bits."""
-    accept_approximate: bool
-    """The peer's numerics may be others than ours: the salt names them."""
-    want_logits: bool
-    local_estimate_s: float | None
-    """Seconds that a local prefill would take; None is unknown."""
-    is_accepted: bool = False
-    peer_hit_tokens: int = 0
-    num_page_bytes: int = 0
-    """As they crossed the link."""
-    num_kv_bytes: int = 0
-    """What they decode to."""
-    outcome: Outcome = "cancelled"
-    detail: str = ""
-    """What the outcome alone does not say."""
-    retry_after_s: float = FIRST_BACKOFF_S
-    """An overloaded peer's wish."""
-    rates: TransferRates | None = None
-    transfer_id: str = field(default_factory=lambda: secrets.token_hex(16))
-
-    @property
-    def has_failed(self) -> bool:
-        """The prompt must be prefilled here."""
-        return self.outcome not in ("completed", "cancelled")
-
-    @property
-    def base_tokens(self) -> int:
-        """Prompt tokens that neither side had to compute."""
-        return max(self.table.hit_tokens, self.peer_hit_tokens)
+from prfaas.transport.pulling import Pulling
 
 
 class RemotePrefiller:
@@ -139,40 +93,42 @@ class RemotePrefiller:
             self._peer.doubt()
 
     async def _run(self, attempt: RemoteAttempt, generation: RunningGeneration) -> None:
-        is_streaming = False
         started_s = self._clock()
+        num_tokens, have_tokens = len(attempt.request.prompt_tokens), attempt.table.hit_tokens
+        asked = TransferRequest(
+            transfer_id=attempt.transfer_id,
+            identity=self._identity,
+            accept_approximate=attempt.accept_approximate,
+            request=attempt.request,
+            have_tokens=have_tokens,
+            want_logits=attempt.want_logits,
+            codec=self._options.kv_codec,
+            capability=secrets.token_hex(CAPABILITY_BYTES),
+            credit_bytes=self._layout.bytes_needed(num_tokens, have_tokens),
+        )
+        pull = Pull(
+            layout=self._layout,
+            table=attempt.table,
+            num_tokens=num_tokens,
+            have_tokens=have_tokens,
+        )
+        reception = Reception(pull, attempt, generation, self._vocab_size)
+        numbers = kv_numbers(self._layout, self._identity)
         try:
-            accepted = await self._peer.client.open(
-                TransferRequest(
-                    transfer_id=attempt.transfer_id,
-                    identity=self._identity,
-                    accept_approximate=attempt.accept_approximate,
-                    request=attempt.request,
-                    have_tokens=attempt.table.hit_tokens,
-                    want_logits=attempt.want_logits,
-                    codec=self._options.kv_codec,
-                )
-            )
-            attempt.is_accepted = True
-            attempt.peer_hit_tokens = accepted.hit_tokens
-            pull = Pull(
-                layout=self._layout,
-                table=attempt.table,
-                num_tokens=len(attempt.request.prompt_tokens),
-                have_tokens=attempt.table.hit_tokens,
-            )
-            async with self._peer.client.stream(
-                attempt.transfer_id,
-                accepted.capability,
-                pull.resolve,
-                codec=self._options.kv_codec,
-                numbers=kv_numbers(self._layout, self._identity),
-            ) as stream:
-                is_streaming = True
-                await self._receive(stream, pull, attempt, generation, started_s)
+            async with self._peer.client.pull(asked, reception, numbers=numbers) as pulling:
+                await self._receive(pulling, reception, attempt, generation, started_s)
+                if pulling.is_finished and not pulling.acknowledge():
+                    self._spawn(self._acknowledge(asked))
         finally:
-            if not is_streaming:
+            if not reception.is_done:
                 self._spawn(self._cancel_at_peer(attempt.transfer_id))
+
+    async def _acknowledge(self, asked: TransferRequest) -> None:
+        try:
+            await self._peer.client.acknowledge(asked)
+        except (TransferError, Overloaded) as error:
+            # All is here and verified; the sender's lease lets its pages go.
+            get_logger().debug("transfer.ack_lost", transfer_id=asked.transfer_id, error=str(error))
 
     async def _cancel_at_peer(self, transfer_id: str) -> None:
         try:
@@ -183,32 +139,25 @@ class RemotePrefiller:
 
     async def _receive(
         self,
-        stream: FrameStream,
-        pull: Pull,
+        pulling: Pulling,
+        reception: Reception,
         attempt: RemoteAttempt,
         generation: RunningGeneration,
         started_s: float,
     ) -> None:
-        reception = _Reception(pull, attempt, generation, self._vocab_size)
         monitor = self._monitor(attempt, started_s)
-        while not reception.is_done:
-            frame = await stream.next_frame(self._options.stall_timeout_s)
-            if frame is None:
-                raise TransferError("the peer closed the stream before its end")
-            reception.take(frame)
-            if frame.header.type is FrameType.PAGE:
-                self._metrics.transfer_bytes("received", frame.header.length)
-            if generation.is_answered and not reception.lacks_logits:
-                return
-            self._judge(monitor, reception, attempt)
-        attempt.outcome = "completed"
+        num_counted = 0
         try:
-            await stream.acknowledge(self._options.stall_timeout_s)
-        except TransferError as error:
-            # All is here and verified; the sender's lease lets its pages go.
-            get_logger().debug(
-                "transfer.ack_lost", transfer_id=attempt.transfer_id, error=str(error)
-            )
+            while not pulling.is_finished:
+                await pulling.step()
+                self._metrics.transfer_bytes("received", attempt.num_page_bytes - num_counted)
+                num_counted = attempt.num_page_bytes
+                if generation.is_answered and not reception.lacks_logits:
+                    return
+                self._judge(monitor, reception, attempt)
+        finally:
+            self._metrics.transfer_bytes("received", attempt.num_page_bytes - num_counted)
+        attempt.outcome = "completed"
 
     def _monitor(self, attempt: RemoteAttempt, started_s: float) -> TransferMonitor:
         num_tokens, have_tokens = len(attempt.request.prompt_tokens), attempt.table.hit_tokens
@@ -224,8 +173,11 @@ class RemotePrefiller:
         )
 
     def _judge(
-        self, monitor: TransferMonitor, reception: "_Reception", attempt: RemoteAttempt
+        self, monitor: TransferMonitor, reception: Reception, attempt: RemoteAttempt
     ) -> None:
+        if not reception.has_news:
+            return
+        reception.has_news = False
         now_s = self._clock()
         monitor.progressed(
             now_s=now_s,
@@ -247,70 +199,3 @@ class RemotePrefiller:
 
 class _TooSlow(TransferError):
     """A local prefill is predicted to end before the transfer does."""
-
-
-class _Reception:
-    """Takes one transfer's frames in order; raises ProtocolError for those out of order."""
-
-    def __init__(
-        self, pull: Pull, attempt: RemoteAttempt, generation: RunningGeneration, vocab_size: int
-    ) -> None:
-        self.is_done = False
-        self.tokens_done = attempt.peer_hit_tokens
-        self.tokens_ahead = 0
-        self._pull = pull
-        self._attempt = attempt
-        self._generation = generation
-        self._vocab_size = vocab_size
-
-    @property
-    def lacks_logits(self) -> bool:
-        """Logits were asked for and have not come."""
-        return self._attempt.want_logits and self._generation.first_logits is None
-
-    def take(self, frame: Frame) -> None:
-        """Apply one frame."""
-        match frame.header.type:
-            case FrameType.PAGE:
-                self._pull.verified(frame)
-                self._attempt.num_page_bytes = self._pull.num_page_bytes
-                self._attempt.num_kv_bytes = self._pull.num_kv_bytes
-                self._generation.record.bytes_received = self._pull.num_page_bytes
-            case FrameType.FIRST_TOKENS:
-                self._take_first_tokens(frame.payload)
-            case FrameType.LOGITS:
-                if len(frame.payload) != 4 * self._vocab_size:
-                    raise ProtocolError(f"logits of {len(frame.payload)} bytes")
-                self._generation.first_logits = frame.payload
-            case FrameType.PROGRESS:
-                self.tokens_done, self.tokens_ahead = decode_progress(frame.payload)
-            case FrameType.END:
-                self._take_end(frame.payload)
-            case FrameType.ERROR:
-                message = frame.payload.decode("utf-8", "replace")[:512]
-                raise TransferError(f"the peer failed: {message}")
-            case FrameType.ACK:
-                raise ProtocolError("ACK from the sender")
-
-    def _take_first_tokens(self, payload: bytes) -> None:
-        generation = self._generation
-        if generation.has_drawn:
-            raise ProtocolError("first tokens came twice")
-        events = parse_first_tokens(payload, generation.request)
-        for event in events:
-            if event.token_id >= self._vocab_size:
-                raise ProtocolError(f"token id {event.token_id}, vocabulary of {self._vocab_size}")
-        attempt, record = self._attempt, generation.record
-        record.tokens_reused = attempt.base_tokens
-        record.tokens_remote = record.prompt_tokens - attempt.base_tokens
-        record.exact = record.exact and attempt.is_exact
-        for event in events:
-            generation.put(event)
-
-    def _take_end(self, payload: bytes) -> None:
-        if not self._generation.has_drawn:
-            raise ProtocolError("the transfer ended without first tokens")
-        if self.lacks_logits:
-            raise ProtocolError("the transfer ended without logits")
-        self._pull.finish(parse_totals(payload))
-        self.is_done = True

@@ -19,8 +19,8 @@ from typing import Literal
 
 from prfaas.errors import IncompatiblePeer, ProtocolError, UntrustedPeer
 from prfaas.transport.cluster_key import ClusterKey
+from prfaas.transport.fields import dump, parse_object
 from prfaas.transport.handshake import Identity, parse_identity
-from prfaas.transport.messages import dump, parse_object
 
 AUTH_VERSION = 1
 TOKEN_CHARS = 64
@@ -71,9 +71,9 @@ class Session:
         parts = (b"reply", str(counter).encode(), str(status).encode(), body)
         return self.key.mac(*parts).hex()
 
-    def frame_key(self, transfer_id: str, sender: ProvingRole) -> ClusterKey:
-        """Return the key that seals what one end sends on a transfer's stream."""
-        return self.key.derive(b"frames", transfer_id.encode(), sender.encode())
+    def frame_key(self, stream_id: str, sender: ProvingRole) -> ClusterKey:
+        """Return the key that seals what one end sends on a stream; no two streams share an id."""
+        return self.key.derive(b"frames", stream_id.encode(), sender.encode())
 
 
 def _prove(key: ClusterKey, role: ProvingRole, asker: Hello, peer: Hello) -> str:

@@ -1,8 +1,8 @@
 """The pd side of the KV channel: asks a prefill node for a prompt's KV and receives its frames.
 
-Control requests are HTTP through aiohttp; the stream is a connection of its own (see stream). This
-side dials and pulls; only the prefill node must be reachable. With a cluster key every request is
-signed by a session, and no success counts that the peer has not proven.
+Control requests are HTTP through aiohttp; streams are connections of their own (see dialing), open before
+they are needed. This side dials and pulls; only the prefill node must be reachable. With a cluster key
+every request is signed by a session, and no success counts that the peer has not proven.
 """
 
 import asyncio
@@ -24,35 +24,37 @@ from prfaas.errors import (
 from prfaas.transport.address import PeerAddress, as_transfer_errors
 from prfaas.transport.auth import AskerSide, Hello, Session, encode_hello, is_same
 from prfaas.transport.cluster_key import ClusterKey
-from prfaas.transport.coding import CODECS
+from prfaas.transport.dialing import connect, upgrade
+from prfaas.transport.fields import dump, parse_object
 from prfaas.transport.handshake import Identity
+from prfaas.transport.incoming import FrameConsumer
 from prfaas.transport.kv_numbers import KvNumbers
 from prfaas.transport.messages import (
-    CodecName,
     PeerStatus,
     TransferAccepted,
     TransferRequest,
-    dump,
     encode_transfer_request,
     parse_accepted,
-    parse_object,
     parse_status,
 )
 from prfaas.transport.options import TransportOptions
+from prfaas.transport.pulling import Pulling
 from prfaas.transport.seals import CHECKSUM, FrameSeal, MacSeal
 from prfaas.transport.security import ChannelSecurity
-from prfaas.transport.stream import FrameStream, connect, upgrade
-from prfaas.transport.wire import Resolve
+from prfaas.transport.stream import RawStream
+from prfaas.transport.warm_streams import WarmStreams
 
 MAX_REPLY_BYTES = 1 << 20
 MAX_RETRY_AFTER_S = 60.0
 REFUSED_STATUSES = frozenset({413, 422})
 """Of prompts that are too long for the peer."""
 AUTH_HEADER = "Prfaas-Auth"
-CAPABILITY_HEADER = "Prfaas-Capability"
+STREAM_HEADER = "Prfaas-Stream"
+"""An id that the asker draws: with a cluster key the stream's keys are derived from it."""
 PROOF_HEADER = "Prfaas-Proof"
 HELLO_PATH = "/kv/v1/hello"
 SESSION_PATH = "/kv/v1/session"
+STREAM_PATH = "/kv/v1/stream"
 
 
 class PeerClient:
@@ -76,9 +78,11 @@ class PeerClient:
             auto_decompress=False,
         )
         self._trust = _Trust()
+        self.streams = WarmStreams(self.dial, options.streams)
 
     async def close(self) -> None:
-        """Close the connections that are kept for control requests."""
+        """Close the connections that are kept, for control requests and for streams."""
+        self.streams.close()
         await self._session.close()
 
     async def handshake(self, ours: Identity) -> PeerStatus:
@@ -99,7 +103,7 @@ class PeerClient:
         return parse_accepted(await self._post("/kv/v1/transfers", body, asked.identity))
 
     async def cancel(self, transfer_id: str) -> None:
-        """Tell the peer to drop a transfer whose stream was never opened; unknown ones are fine."""
+        """Tell the peer to drop a transfer; unknown ones are fine."""
         path = f"/kv/v1/transfers/{transfer_id}"
         with as_transfer_errors(self.address):
             async with (
@@ -109,55 +113,61 @@ class PeerClient:
                 pass
 
     @contextlib.asynccontextmanager
-    async def stream(
-        self,
-        transfer_id: str,
-        capability: str,
-        resolve: Resolve,
-        *,
-        codec: CodecName = "raw",
-        numbers: KvNumbers | None = None,
-    ) -> AsyncIterator[FrameStream]:
-        """Open the stream of an accepted transfer; leaving the block closes it, and cancels it.
+    async def pull(
+        self, asked: TransferRequest, consumer: FrameConsumer, *, numbers: KvNumbers | None = None
+    ) -> AsyncIterator[Pulling]:
+        """Ask for a transfer and let its frames into `consumer`; `numbers` says what is in its pages.
 
-        Pages are received where `resolve` says, encoded at most as was asked for; `numbers` says what
-        is in them.
+        The streams that are open are attached at the moment the request is sent, so that the first page
+        comes one round trip later. Leaving the block lets them go: a transfer that is not finished must
+        be cancelled. Raises like `open`.
         """
+        pulling = Pulling(
+            asked=asked,
+            consumer=consumer,
+            streams=self.streams,
+            dial=self.dial,
+            stall_timeout_s=self._options.stall_timeout_s,
+            numbers=numbers or KvNumbers(),
+        )
+        with contextlib.closing(pulling):
+            pulling.attach_warm()
+            accepted = await self.open(asked)
+            with as_transfer_errors(self.address):
+                await pulling.begin(accepted)
+            yield pulling
+
+    async def acknowledge(self, asked: TransferRequest) -> None:
+        """Tell the peer by HTTP that everything is verified, where no stream is left to say so."""
+        path = f"/kv/v1/transfers/{asked.transfer_id}/ack"
+        await self._post(path, dump({"capability": asked.capability}), asked.identity)
+
+    async def dial(self) -> RawStream:
+        """Return a new raw stream. Raises TransferError, UpgradeRefused where HTTP alone gets through."""
         with as_transfer_errors(self.address):
             async with asyncio.timeout(self._options.connect_timeout_s):
-                port = await connect(self.address, self._security.tls)
+                port = await connect(self.address, self._security.tls, self._options.tcp_congestion)
         try:
-            path = f"/kv/v1/transfers/{transfer_id}/stream"
-            peer_seal, our_seal = self._seals(transfer_id)
-            _, headers = self._trust.sign("GET", path, capability.encode())
-            headers[CAPABILITY_HEADER] = capability
-            timeout_s = self._options.stall_timeout_s
+            stream_id = secrets.token_hex(16)
+            _, headers = self._trust.sign("GET", STREAM_PATH, stream_id.encode())
+            headers[STREAM_HEADER] = stream_id
+            peer_seal, our_seal = self._seals(stream_id)
             with as_transfer_errors(self.address):
-                async with asyncio.timeout(timeout_s):
-                    rest = await upgrade(port, self.address, path, headers, timeout_s)
-            stream = FrameStream(
-                port,
-                rest,
-                resolve,
-                self.address,
-                peer_seal=peer_seal,
-                our_seal=our_seal,
-                codecs=CODECS[codec],
-                numbers=numbers,
-            )
-            with contextlib.closing(stream):
-                yield stream
-        finally:
+                async with asyncio.timeout(self._options.stall_timeout_s):
+                    rest = await upgrade(port, self.address, STREAM_PATH, headers)
+            return RawStream(port, rest, peer_seal=peer_seal, our_seal=our_seal)
+        except BaseException:
             port.close()
+            raise
 
-    def _seals(self, transfer_id: str) -> tuple[FrameSeal, FrameSeal]:
+    def _seals(self, stream_id: str) -> tuple[FrameSeal, FrameSeal]:
         """Return the seals of what the peer and we send: MACs where nothing else guards the bytes."""
         session = self._trust.session
         if session is None or self._security.tls is not None:
             return CHECKSUM, CHECKSUM
         return (
-            MacSeal(session.frame_key(transfer_id, "peer")),
-            MacSeal(session.frame_key(transfer_id, "asker")),
+            MacSeal(session.frame_key(stream_id, "peer")),
+            MacSeal(session.frame_key(stream_id, "asker")),
         )
 
     async def _post(self, path: str, body: bytes, ours: Identity) -> bytes:

@@ -100,14 +100,16 @@ class PageDecoder(_CodecThread):
         super().__init__()
         self._numbers = numbers
 
-    async def place(self, frame: Frame) -> None:
-        """Put an encoded page where it belongs; ProtocolError, and nothing put, if it is damaged."""
-        target = frame.target
-        assert target is not None, "not encoded"
+    def decode(self, frame: Frame) -> bytes | memoryview | asyncio.Future[bytes | memoryview]:
+        """Return what goes into an encoded page, or a future of it where the page is large.
+
+        Raises ProtocolError, at once or from the future, if it is damaged.
+        """
+        assert frame.target is not None, "not encoded"
+        num_bytes = len(frame.target)
         numbers = self._numbers.of(frame.header.group)
-        arguments = (frame.header.codec, frame.payload, len(target), numbers)
-        if len(target) <= INLINE_BYTES:
-            target[:] = decode_page(*arguments)
-            return
+        arguments = (frame.header.codec, frame.payload, num_bytes, numbers)
+        if num_bytes <= INLINE_BYTES:
+            return decode_page(*arguments)
         loop = asyncio.get_running_loop()
-        target[:] = await loop.run_in_executor(self._thread(), decode_page, *arguments)
+        return loop.run_in_executor(self._thread(), decode_page, *arguments)

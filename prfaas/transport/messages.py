@@ -5,15 +5,29 @@ a ProtocolError that names the field.
 """
 
 import base64
-import binascii
-import json
 import math
-import sys
-from array import array
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from prfaas.errors import ProtocolError
+from prfaas.transport.fields import (
+    MAX_LIST_ITEMS,
+    MAX_TOKEN_ID,
+    binary_of,
+    count_of,
+    dump,
+    encode_tokens,
+    items_of,
+    log_number_of,
+    name_of,
+    number_of,
+    or_null,
+    pair_of,
+    parse_object,
+    token_id_of,
+    tokens_of,
+    typed,
+)
 from prfaas.transport.handshake import Identity, parse_identity
 from prfaas.types import (
     FinishReason,
@@ -23,15 +37,12 @@ from prfaas.types import (
     TokenLogprobs,
 )
 
-T = TypeVar("T")
-
 CodecName = Literal["raw", "zstd", "auto", "fp16", "int8", "fp8", "auto-lossy"]
 """auto: each page raw or zstd, as the link and the codec make it arrive sooner; auto-lossy: or int8."""
 CODEC_NAMES: tuple[CodecName, ...] = get_args(CodecName)
 
 MAX_CHOICES = 128
-MAX_LIST_ITEMS = 4096
-MAX_TOKEN_ID = (1 << 31) - 1
+CAPABILITY_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +59,10 @@ class TransferRequest:
     want_logits: bool = False
     codec: CodecName = "raw"
     """How pages may be encoded on the wire."""
+    capability: str
+    """Drawn by the asker; whoever attaches a stream must show it."""
+    credit_bytes: int
+    """Page bytes, as they are decoded, that the asker has reserved room for; no more may be sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +71,6 @@ class TransferAccepted:
 
     hit_tokens: int
     """Prompt tokens that the prefill node does not need to compute."""
-    capability: str
-    """What the asker must show to open the stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +78,15 @@ class TransferTotals:
     """What the END frame says, to be compared with what came."""
 
     num_pages: int
+    num_answers: int = 0
+    """First tokens and logits."""
     num_page_bytes: int
+    """As they crossed the link."""
     tokens_computed: int
+    digest: int = 0
+    """The sum, modulo 2**64, of the pages' tags: in any order, over any streams, the same."""
+    epoch: int = 0
+    """How often the asker had told of lost streams: pages behind such a word count as never sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,89 +98,6 @@ class PeerStatus:
     reason: str
     num_waiting_tokens: int
     prefill_tokens_per_s: float
-
-
-def dump(value: object) -> bytes:
-    """Return compact JSON; NaN and infinities are our own mistake and raise ValueError."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def parse_object(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in `data`, or raise ProtocolError."""
-    try:
-        value = json.loads(data, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError("not valid JSON") from error
-    if not isinstance(value, dict):
-        raise ProtocolError("not a JSON object")
-    return value
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _typed(value: dict[str, Any], name: str, kind: type[T]) -> T:
-    item = value.get(name)
-    if kind is float and type(item) is int:
-        item = float(item)
-    if type(item) is not kind:
-        raise ProtocolError(f"field {name} is missing or not of type {kind.__name__}")
-    return item
-
-
-def _number(value: dict[str, Any], name: str, low: float, high: float = math.inf) -> float:
-    number = _typed(value, name, float)
-    if not (low <= number <= high and math.isfinite(number)):
-        raise ProtocolError(f"field {name} is {number}, allowed {low} to {high}")
-    return number
-
-
-def _count(value: dict[str, Any], name: str, low: int, high: int) -> int:
-    number = _typed(value, name, int)
-    if not low <= number <= high:
-        raise ProtocolError(f"field {name} is {number}, allowed {low} to {high}")
-    return number
-
-
-def _items(value: dict[str, Any], name: str) -> list[Any]:
-    items = _typed(value, name, list)
-    if len(items) > MAX_LIST_ITEMS:
-        raise ProtocolError(f"field {name} has {len(items)} items, limit {MAX_LIST_ITEMS}")
-    return items
-
-
-def _token_id(item: object, name: str) -> int:
-    if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
-        raise ProtocolError(f"field {name} has an item that is no token id")
-    return item
-
-
-def _binary(value: dict[str, Any], name: str) -> bytes:
-    try:
-        return base64.b64decode(_typed(value, name, str), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ProtocolError(f"field {name} is not base64") from error
-
-
-def encode_tokens(tokens: tuple[int, ...]) -> str:
-    """Return token ids as base64 of uint32 little-endian: a third of the size of JSON numbers."""
-    packed = array("I", tokens)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return base64.b64encode(packed.tobytes()).decode()
-
-
-def _tokens(value: dict[str, Any], name: str) -> tuple[int, ...]:
-    data = _binary(value, name)
-    if not data or len(data) % 4:
-        raise ProtocolError(f"field {name} has {len(data)} bytes, expected a multiple of 4")
-    packed = array("I", data)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    if max(packed) > MAX_TOKEN_ID:
-        raise ProtocolError(f"field {name} has an item that is no token id")
-    return tuple(packed)
 
 
 def encode_transfer_request(asked: TransferRequest) -> bytes:
@@ -179,6 +116,8 @@ def encode_transfer_request(asked: TransferRequest) -> bytes:
             "have_tokens": asked.have_tokens,
             "want_logits": asked.want_logits,
             "codec": asked.codec,
+            "capability": asked.capability,
+            "credit_bytes": asked.credit_bytes,
         }
     )
 
@@ -186,29 +125,34 @@ def encode_transfer_request(asked: TransferRequest) -> bytes:
 def parse_transfer_request(data: bytes) -> TransferRequest:
     """Return the request in `data`, or raise ProtocolError naming the field at fault."""
     value = parse_object(data)
-    transfer_id = _typed(value, "transfer_id", str)
-    if not (len(transfer_id) == 32 and transfer_id.isalnum() and transfer_id.isascii()):
-        raise ProtocolError("field transfer_id is not 32 letters and digits")
-    prompt_tokens = _tokens(value, "prompt_tokens")
+    transfer_id = name_of(value, "transfer_id", 32)
+    prompt_tokens = tokens_of(value, "prompt_tokens")
     return TransferRequest(
         transfer_id=transfer_id,
         identity=parse_identity(value.get("identity")),
-        accept_approximate=_typed(value, "accept_approximate", bool),
+        accept_approximate=typed(value, "accept_approximate", bool),
         request=Request(
-            request_id=_typed(value, "request_id", str)[:128],
+            request_id=typed(value, "request_id", str)[:128],
             prompt_tokens=prompt_tokens,
-            sampling=_parse_sampling(_typed(value, "sampling", dict)),
-            num_choices=_count(value, "num_choices", 1, MAX_CHOICES),
-            cache_salt=_binary(value, "cache_salt"),
+            sampling=_parse_sampling(typed(value, "sampling", dict)),
+            num_choices=count_of(value, "num_choices", 1, MAX_CHOICES),
+            cache_salt=binary_of(value, "cache_salt"),
         ),
-        have_tokens=_count(value, "have_tokens", 0, len(prompt_tokens) - 1),
-        want_logits=_typed(value, "want_logits", bool),
+        have_tokens=count_of(value, "have_tokens", 0, len(prompt_tokens) - 1),
+        want_logits=typed(value, "want_logits", bool),
         codec=_codec(value),
+        capability=capability_of(value),
+        credit_bytes=count_of(value, "credit_bytes", 0, 1 << 62),
     )
 
 
+def capability_of(value: dict[str, Any]) -> str:
+    """Return the field capability: as long as `draw_capability` makes it, so that it is not guessed."""
+    return name_of(value, "capability", 2 * CAPABILITY_BYTES)
+
+
 def _codec(value: dict[str, Any]) -> CodecName:
-    asked = _typed(value, "codec", str)
+    asked = typed(value, "codec", str)
     for name in CODEC_NAMES:
         if name == asked:
             return name
@@ -226,7 +170,7 @@ def _encode_sampling(sampling: SamplingParams) -> dict[str, object]:
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
-        "logit_bias": [(token, _or_null(bias)) for token, bias in sampling.logit_bias],
+        "logit_bias": [(token, or_null(bias)) for token, bias in sampling.logit_bias],
         "num_logprobs": sampling.num_logprobs,
         "stop_token_ids": sampling.stop_token_ids,
     }
@@ -234,45 +178,23 @@ def _encode_sampling(sampling: SamplingParams) -> dict[str, object]:
 
 def _parse_sampling(value: dict[str, Any]) -> SamplingParams:
     return SamplingParams(
-        max_tokens=_count(value, "max_tokens", 1, MAX_TOKEN_ID),
-        seed=_count(value, "seed", 0, (1 << 64) - 1),
-        temperature=_number(value, "temperature", 0),
-        top_p=_number(value, "top_p", 0, 1),
-        top_k=None if value.get("top_k") is None else _count(value, "top_k", 1, MAX_TOKEN_ID),
-        min_p=_number(value, "min_p", 0, 1),
-        presence_penalty=_number(value, "presence_penalty", -math.inf),
-        frequency_penalty=_number(value, "frequency_penalty", -math.inf),
-        repetition_penalty=_number(value, "repetition_penalty", 0),
-        logit_bias=tuple(_pair(item, "logit_bias") for item in _items(value, "logit_bias")),
+        max_tokens=count_of(value, "max_tokens", 1, MAX_TOKEN_ID),
+        seed=count_of(value, "seed", 0, (1 << 64) - 1),
+        temperature=number_of(value, "temperature", 0),
+        top_p=number_of(value, "top_p", 0, 1),
+        top_k=None if value.get("top_k") is None else count_of(value, "top_k", 1, MAX_TOKEN_ID),
+        min_p=number_of(value, "min_p", 0, 1),
+        presence_penalty=number_of(value, "presence_penalty", -math.inf),
+        frequency_penalty=number_of(value, "frequency_penalty", -math.inf),
+        repetition_penalty=number_of(value, "repetition_penalty", 0),
+        logit_bias=tuple(pair_of(item, "logit_bias") for item in items_of(value, "logit_bias")),
         num_logprobs=None
         if value.get("num_logprobs") is None
-        else _count(value, "num_logprobs", 0, MAX_LIST_ITEMS),
+        else count_of(value, "num_logprobs", 0, MAX_LIST_ITEMS),
         stop_token_ids=tuple(
-            _token_id(item, "stop_token_ids") for item in _items(value, "stop_token_ids")
+            token_id_of(item, "stop_token_ids") for item in items_of(value, "stop_token_ids")
         ),
     )
-
-
-def _pair(item: object, name: str) -> tuple[int, float]:
-    """Return (token id, finite number or -inf); -inf travels as null."""
-    if not isinstance(item, list) or len(item) != 2:
-        raise ProtocolError(f"field {name} has an item that is no pair")
-    token_id, number = item
-    return _token_id(token_id, name), _log_number(number, name)
-
-
-def _log_number(number: object, name: str) -> float:
-    if number is None:
-        return -math.inf
-    if type(number) is int:
-        number = float(number)
-    if type(number) is not float or not math.isfinite(number):
-        raise ProtocolError(f"field {name} has an item that is no number")
-    return number
-
-
-def _or_null(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 def encode_first_tokens(events: list[TokenEvent]) -> bytes:
@@ -287,8 +209,8 @@ def encode_first_tokens(events: list[TokenEvent]) -> bytes:
                     "logprobs": None
                     if event.logprobs is None
                     else {
-                        "logprob": _or_null(event.logprobs.logprob),
-                        "top": [(token, _or_null(p)) for token, p in event.logprobs.top],
+                        "logprob": or_null(event.logprobs.logprob),
+                        "top": [(token, or_null(p)) for token, p in event.logprobs.top],
                     },
                 }
                 for event in events
@@ -299,7 +221,7 @@ def encode_first_tokens(events: list[TokenEvent]) -> bytes:
 
 def parse_first_tokens(data: bytes, request: Request) -> list[TokenEvent]:
     """Return one event for each choice of `request`, in order, or raise ProtocolError."""
-    items = _items(parse_object(data), "tokens")
+    items = items_of(parse_object(data), "tokens")
     events = [_parse_token(item, request.request_id) for item in items]
     if [event.choice_index for event in events] != list(range(request.num_choices)):
         raise ProtocolError(f"first tokens do not cover {request.num_choices} choices in order")
@@ -314,8 +236,8 @@ def _parse_token(item: object, request_id: str) -> TokenEvent:
         raise ProtocolError("field finish_reason has an unknown value")
     return TokenEvent(
         request_id=request_id,
-        choice_index=_count(item, "choice", 0, MAX_CHOICES),
-        token_id=_count(item, "id", 0, MAX_TOKEN_ID),
+        choice_index=count_of(item, "choice", 0, MAX_CHOICES),
+        token_id=count_of(item, "id", 0, MAX_TOKEN_ID),
         logprobs=_parse_logprobs(item.get("logprobs")),
         finish_reason=cast("FinishReason | None", finish_reason),
     )
@@ -327,8 +249,8 @@ def _parse_logprobs(value: object) -> TokenLogprobs | None:
     if not isinstance(value, dict):
         raise ProtocolError("field logprobs is no object")
     return TokenLogprobs(
-        logprob=_log_number(value.get("logprob"), "logprob"),
-        top=tuple(_pair(item, "top") for item in _items(value, "top")),
+        logprob=log_number_of(value.get("logprob"), "logprob"),
+        top=tuple(pair_of(item, "top") for item in items_of(value, "top")),
     )
 
 
@@ -337,8 +259,11 @@ def encode_totals(totals: TransferTotals) -> bytes:
     return dump(
         {
             "num_pages": totals.num_pages,
+            "num_answers": totals.num_answers,
             "num_page_bytes": totals.num_page_bytes,
             "tokens_computed": totals.tokens_computed,
+            "digest": totals.digest,
+            "epoch": totals.epoch,
         }
     )
 
@@ -348,26 +273,23 @@ def parse_totals(data: bytes) -> TransferTotals:
     value = parse_object(data)
     limit = 1 << 62
     return TransferTotals(
-        num_pages=_count(value, "num_pages", 0, limit),
-        num_page_bytes=_count(value, "num_page_bytes", 0, limit),
-        tokens_computed=_count(value, "tokens_computed", 0, limit),
+        num_pages=count_of(value, "num_pages", 0, limit),
+        num_answers=count_of(value, "num_answers", 0, limit),
+        num_page_bytes=count_of(value, "num_page_bytes", 0, limit),
+        tokens_computed=count_of(value, "tokens_computed", 0, limit),
+        digest=count_of(value, "digest", 0, (1 << 64) - 1),
+        epoch=count_of(value, "epoch", 0, MAX_TOKEN_ID),
     )
 
 
 def encode_accepted(accepted: TransferAccepted) -> bytes:
     """Return the answer to POST /kv/v1/transfers."""
-    return dump({"hit_tokens": accepted.hit_tokens, "capability": accepted.capability})
+    return dump({"hit_tokens": accepted.hit_tokens})
 
 
 def parse_accepted(data: bytes) -> TransferAccepted:
     """Return the answer in `data`, or raise ProtocolError."""
-    value = parse_object(data)
-    capability = _typed(value, "capability", str)
-    if not (capability.isalnum() and capability.isascii() and len(capability) <= 64):
-        raise ProtocolError("field capability is not up to 64 letters and digits")
-    return TransferAccepted(
-        hit_tokens=_count(value, "hit_tokens", 0, MAX_TOKEN_ID), capability=capability
-    )
+    return TransferAccepted(hit_tokens=count_of(parse_object(data), "hit_tokens", 0, MAX_TOKEN_ID))
 
 
 def encode_status(status: PeerStatus) -> bytes:
@@ -388,8 +310,8 @@ def parse_status(data: bytes) -> PeerStatus:
     value = parse_object(data)
     return PeerStatus(
         identity=parse_identity(value.get("identity")),
-        is_ready=_typed(value, "is_ready", bool),
-        reason=_typed(value, "reason", str)[:512],
-        num_waiting_tokens=_count(value, "num_waiting_tokens", 0, 1 << 62),
-        prefill_tokens_per_s=_number(value, "prefill_tokens_per_s", 0),
+        is_ready=typed(value, "is_ready", bool),
+        reason=typed(value, "reason", str)[:512],
+        num_waiting_tokens=count_of(value, "num_waiting_tokens", 0, 1 << 62),
+        prefill_tokens_per_s=number_of(value, "prefill_tokens_per_s", 0),
     )

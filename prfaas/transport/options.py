@@ -31,3 +31,9 @@ class TransportOptions:
     a prefill node demands a certificate of every asker."""
     kv_codec: Literal["raw", "zstd", "auto", "fp16", "int8", "fp8", "auto-lossy"] = "raw"
     """How pages may be encoded on the wire; a pd node asks for it. The first three are lossless."""
+    streams: int = 4
+    """Connections over which one transfer comes; a pd node keeps as many open to its peer."""
+    tcp_congestion: str | None = None
+    """Congestion control of the streams' connections; None leaves the system's."""
+    egress_limit_bytes_per_s: float | None = None
+    """A prefill node sends KV no faster, over all transfers."""

@@ -1,18 +1,20 @@
-"""What one transfer still has to send, in order; lives on the event loop, does no I/O.
+"""What one transfer still has to send, and what went over which of its streams. Pure: no clock, no I/O.
 
-Urgent frames (first tokens, progress) overtake pages. A page is named by its place and read when
-its turn comes, so that a backlog costs no memory.
+Every stream takes the next piece when it can: urgent frames (first tokens, progress) before pages, pages
+in their order. A page is named by its place and read when its turn comes, so that a backlog costs no
+memory; what a stream took is remembered by place too, so that what was lost with it can go again.
 """
 
-import asyncio
-import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
+from prfaas.errors import ProtocolError
+from prfaas.transport.attach import Attach
+from prfaas.transport.flow import CreditAccount
 from prfaas.transport.kv_numbers import KvNumbers
 from prfaas.transport.messages import CodecName, TransferTotals, encode_totals
-from prfaas.transport.seals import CHECKSUM, FrameSeal
+from prfaas.transport.seals import FrameSeal
 from prfaas.transport.wire import (
     MAX_PAYLOAD_BYTES,
     Codec,
@@ -20,9 +22,11 @@ from prfaas.transport.wire import (
     FrameType,
     encode_frame,
     encode_header,
+    tag_number,
 )
 
-CAPABILITY_BYTES = 16
+ABSENCE_FRACTION = 0.25
+"""Of the lease: an asker without any stream has this long to come back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +40,25 @@ class PagePlace:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Urgent:
+    """A frame that overtakes pages."""
+
+    type: FrameType
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """END, or ERROR: nothing follows it on its stream."""
+
+
+Item = PagePlace | Urgent | Last
 PageView = Callable[[PagePlace], memoryview]
 """The exact bytes of a page whose KV is whole; valid until the transfer is closed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """One frame to put on the wire."""
 
@@ -49,19 +67,29 @@ class Piece:
     is_page: bool = False
 
 
-Encode = Callable[[memoryview, int], Awaitable[tuple[Codec, memoryview | bytes]]]
-"""How a page of a group goes out: the codec, and the bytes in it."""
+@dataclass(slots=True, eq=False)
+class SendingLane:
+    """One stream of a transfer, and what was put on it."""
 
-
-async def as_it_is(page: memoryview, group: int) -> tuple[Codec, memoryview | bytes]:
-    """Return the page's own bytes."""
-    return Codec.RAW, page
+    stream: int
+    seal: FrameSeal
+    is_over: bool = False
+    """END or ERROR was taken for it."""
+    is_lost: bool = False
+    is_blocked: bool = False
+    """Its driver waits for the receiver to take what was sent."""
+    is_told: bool = False
+    """The receiver has said what of it arrived."""
+    items: list[Item] = field(default_factory=list)
+    sealed: list[tuple[int, int, int]] = field(default_factory=list)
+    """(bytes on the wire, bytes as decoded, tag) of each; zeros for what is no page."""
 
 
 class OutgoingTransfer:
     """One transfer as its sender sees it, from the first page to the receiver's word.
 
-    Ends exactly once, by `close`; the first outcome wins.
+    Ends exactly once, by `close`; the first outcome wins. `on_news` are called when there may be
+    something to take, `on_end` when the transfer has ended or a reader of its pages has left.
     """
 
     def __init__(
@@ -69,7 +97,8 @@ class OutgoingTransfer:
         *,
         transfer_id: str,
         page_view: PageView,
-        capability: str | None = None,
+        capability: str,
+        credit_bytes: int,
         codec: CodecName = "raw",
         numbers: KvNumbers | None = None,
     ) -> None:
@@ -78,132 +107,290 @@ class OutgoingTransfer:
         """What the receiver asked for."""
         self.numbers = numbers or KvNumbers()
         """What is in the pages."""
-        self.capability = capability or secrets.token_hex(CAPABILITY_BYTES)
-        """Whoever shows this may open the stream; only the asker is told."""
+        self.capability = capability
+        """Whoever shows this may attach streams; only the asker knows it."""
         self.outcome: str | None = None
         """None while it runs; then "completed" or what ended it."""
-        self.tokens_computed = 0
+        self.on_news: set[Callable[[], None]] = set()
+        self.on_end: set[Callable[[], None]] = set()
         self.num_pages_sent = 0
         self.num_page_bytes_sent = 0
+        """As they cross the link; what was lost and goes again counts once."""
+        self._credit = CreditAccount(credit_bytes)
         self._page_view = page_view
-        self._seal: FrameSeal = CHECKSUM
-        self._urgent: deque[tuple[FrameType, bytes]] = deque()
+        self._lanes: dict[int, SendingLane] = {}
+        self._dead_streams: set[int] = set()
+        """Lost before they were attached."""
+        self._urgent: deque[Urgent] = deque()
         self._pages: deque[PagePlace] = deque()
-        self._is_finished = False
-        self._is_ended = False
+        self._tokens_computed: int | None = None
+        self._num_answers = 0
+        """First tokens and logits sent."""
+        self._digest = 0
+        self._epoch = 0
+        self._num_unsealed = 0
+        self._num_readers = 0
         self._error: str | None = None
-        self._has_news = asyncio.Event()
-        self._closed = asyncio.Event()
-        self._attached = asyncio.Event()
-        self._detached = asyncio.Event()
-        self._detached.set()
+        self._progress_s: float | None = None
 
-    def try_attach(self, seal: FrameSeal = CHECKSUM) -> bool:
-        """Take note that the receiver opens the stream; False if it ended or has one already.
-
-        Frames are sealed with `seal` as they are taken.
-        """
-        if self.outcome is not None or self._attached.is_set():
-            return False
-        self._seal = seal
-        self._attached.set()
-        self._detached.clear()
-        return True
-
-    def detach(self) -> None:
-        """Take note that nobody reads pages for the stream any more; ends the transfer."""
-        self.close("broken")
-        self._detached.set()
-
-    async def attached(self) -> None:
-        """Return once the stream was opened or the transfer has ended."""
-        await self._attached.wait()
+    # ------------------------------------------------------------ what is to be sent
 
     def put_page(self, place: PagePlace) -> None:
         """Queue a page whose KV is whole."""
         self._pages.append(place)
-        self._has_news.set()
+        self._tell(self.on_news)
 
     def put_urgent(self, frame_type: FrameType, payload: bytes = b"") -> None:
         """Queue a frame before all pages that are not yet on the wire."""
-        self._urgent.append((frame_type, payload))
-        self._has_news.set()
+        self._urgent.append(Urgent(frame_type, payload))
+        self._tell(self.on_news)
 
     def finish(self, *, tokens_computed: int) -> None:
         """Say that nothing more will be queued: END goes out behind the last page."""
-        self.tokens_computed = tokens_computed
-        self._is_finished = True
-        self._has_news.set()
+        self._tokens_computed = tokens_computed
+        self._tell(self.on_news)
 
     def fail(self, message: str) -> None:
         """Drop what is queued and tell the receiver why."""
         self._error = message
-        self._has_news.set()
+        self._tell(self.on_news)
 
     def close(self, outcome: str) -> None:
         """End the transfer: its pages may be let go. Idempotent."""
         if self.outcome is None:
             self.outcome = outcome if self._error is None else "failed"
-            self._closed.set()
-            self._attached.set()
+            self._tell(self.on_news)
+            self._tell(self.on_end)
 
     def acknowledge(self) -> None:
         """Take note that the receiver has verified everything; too early is a protocol error."""
-        self.close("completed" if self._is_ended else "protocol_error")
+        has_ended = self._error is None and any(lane.is_over for lane in self._lanes.values())
+        self.close("completed" if has_ended else "protocol_error")
 
-    async def closed(self) -> None:
-        """Return once the transfer has ended."""
-        await self._closed.wait()
+    def _tell(self, listeners: set[Callable[[], None]]) -> None:
+        for listener in tuple(listeners):
+            listener()
 
-    async def detached(self) -> None:
-        """Return once the transfer has ended and no stream reads its pages."""
-        await self._closed.wait()
-        await self._detached.wait()
+    # ------------------------------------------------------------ who reads its pages
 
-    async def next_piece(self, encode: Encode = as_it_is) -> Piece | None:
-        """Return the next frame to send, waiting for one; None after END or ERROR was returned."""
-        while True:
-            piece = self._take()
-            if piece is not None:
-                return piece if isinstance(piece, Piece) else await self._piece_of(piece, encode)
-            if self._is_ended:
-                return None
-            self._has_news.clear()
-            await self._has_news.wait()
+    @property
+    def is_released(self) -> bool:
+        """It has ended and no stream reads its pages any more."""
+        return self.outcome is not None and not self._num_readers
 
-    def _take(self) -> Piece | PagePlace | None:
-        if self._is_ended:
+    def enter(self) -> None:
+        """Take note that a driver is about to read pages."""
+        self._num_readers += 1
+
+    def leave(self) -> None:
+        """Take note that a driver reads none any more."""
+        self._num_readers -= 1
+        self._tell(self.on_end)
+
+    # ------------------------------------------------------------ streams come and go
+
+    def attach(self, attach: Attach, seal: FrameSeal) -> SendingLane:
+        """Return the lane of a stream that carries the transfer from now on.
+
+        Raises ProtocolError for a stream that was attached before, or a word of losses that cannot be.
+        """
+        if attach.stream in self._lanes or attach.stream in self._dead_streams:
+            raise ProtocolError(f"stream {attach.stream} was attached before")
+        self._take_back(attach.resumes)
+        lane = self._lanes[attach.stream] = SendingLane(attach.stream, seal)
+        self._tell(self.on_news)
+        return lane
+
+    def attach_again(self, lane: SendingLane, attach: Attach) -> None:
+        """Take the word of losses that came over `lane`, which goes on with what was lost."""
+        if attach.stream != lane.stream:
+            raise ProtocolError(f"stream {lane.stream} says that it is stream {attach.stream}")
+        self._take_back(attach.resumes)
+        lane.is_over = False
+        self._tell(self.on_news)
+
+    def lose(self, lane: SendingLane) -> None:
+        """Take note that a stream broke; what of it arrived, the receiver will say."""
+        lane.is_lost = True
+        lane.is_blocked = False
+        self._tell(self.on_end)
+
+    def _take_back(self, resumes: tuple[tuple[int, int], ...]) -> None:
+        for stream, num_frames in resumes:
+            lost = self._lanes.get(stream)
+            if lost is None and num_frames:
+                raise ProtocolError(f"stream {stream} was never attached, nothing came of it")
+            if lost is not None and (lost.is_told or num_frames > len(lost.sealed)):
+                raise ProtocolError(
+                    f"{num_frames} frames of stream {stream} arrived, {len(lost.sealed)} were sent"
+                )
+        if len({stream for stream, _ in resumes}) < len(resumes):
+            raise ProtocolError("a stream was lost twice")
+        for stream, num_frames in reversed(resumes):
+            lost = self._lanes.get(stream)
+            if lost is None:
+                self._dead_streams.add(stream)
+                continue
+            lost.is_lost = lost.is_told = True
+            lost.is_blocked = False
+            self._requeue(lost, num_frames)
+        if resumes:
+            self._epoch += 1
+
+    def _requeue(self, lane: SendingLane, num_frames: int) -> None:
+        for num_bytes, num_kv_bytes, tag in lane.sealed[num_frames:]:
+            if num_kv_bytes:
+                self.num_pages_sent -= 1
+                self.num_page_bytes_sent -= num_bytes
+                self._digest -= tag
+                self._credit.returned(num_kv_bytes)
+        self._num_answers -= _num_answers(lane.items[num_frames : len(lane.sealed)])
+        for item in reversed(lane.items[num_frames:]):
+            match item:
+                case PagePlace():
+                    self._pages.appendleft(item)
+                case Urgent():
+                    self._urgent.appendleft(item)
+                case Last():
+                    continue
+        self._num_unsealed -= len(lane.items) - len(lane.sealed)
+        del lane.items[num_frames:], lane.sealed[num_frames:]
+
+    # ------------------------------------------------------------ what a stream takes
+
+    def take(self, lane: SendingLane) -> Item | None:
+        """Return what goes next over a stream, which must `seal` it; None if there is nothing now."""
+        if lane.is_over or lane.is_lost:
             return None
-        if self._error is not None:
-            self._is_ended = True
-            message = self._error.encode()[: MAX_PAYLOAD_BYTES[FrameType.ERROR]]
-            return Piece(header=encode_frame(FrameType.ERROR, message, self._seal))
+        item = self._next_item()
+        if item is not None:
+            lane.items.append(item)
+            self._num_unsealed += 1
+            lane.is_over = isinstance(item, Last)
+        return item
+
+    def _next_item(self) -> Item | None:
+        if self._error is not None or self.outcome is not None:
+            return Last() if self._error is not None or self.outcome == "completed" else None
         if self._urgent:
-            return Piece(header=encode_frame(*self._urgent.popleft(), self._seal))
+            return self._urgent.popleft()
         if self._pages:
-            return self._pages.popleft()
-        if self._is_finished:
-            self._is_ended = True
-            totals = TransferTotals(
-                num_pages=self.num_pages_sent,
-                num_page_bytes=self.num_page_bytes_sent,
-                tokens_computed=self.tokens_computed,
-            )
-            return Piece(header=encode_frame(FrameType.END, encode_totals(totals), self._seal))
+            has_credit = self._credit.try_spend(self.view(self._pages[0]).nbytes)
+            return self._pages.popleft() if has_credit else None
+        # A page that another stream is still encoding is not in the totals yet.
+        if self._tokens_computed is not None and not self._num_unsealed:
+            return Last()
         return None
 
-    async def _piece_of(self, place: PagePlace, encode: Encode) -> Piece:
-        codec, payload = await encode(self._page_view(place), place.group)
-        header = FrameHeader(
-            type=FrameType.PAGE,
-            codec=codec,
-            group=place.group,
-            index=place.index,
-            block=place.block,
-            num_tokens=place.num_tokens,
+    def view(self, place: PagePlace) -> memoryview:
+        """Return the bytes of a page."""
+        return self._page_view(place)
+
+    def seal(
+        self,
+        lane: SendingLane,
+        item: Item,
+        codec: Codec = Codec.RAW,
+        payload: memoryview | bytes | None = None,
+    ) -> Piece | None:
+        """Return the frame of what was taken last; None if the stream was lost meanwhile.
+
+        A page's `payload` is what `codec` made of its bytes, None stands for the bytes themselves.
+        """
+        if lane.is_lost:
+            return None
+        self._num_unsealed -= 1
+        if isinstance(item, PagePlace):
+            return self._seal_page(lane, item, codec, payload)
+        lane.sealed.append((0, 0, 0))
+        self._num_answers += _num_answers([item])
+        if isinstance(item, Urgent):
+            return Piece(encode_frame(item.type, item.payload, lane.seal))
+        return Piece(self._last_frame(lane.seal))
+
+    def _seal_page(
+        self,
+        lane: SendingLane,
+        place: PagePlace,
+        codec: Codec,
+        payload: memoryview | bytes | None,
+    ) -> Piece:
+        view = self.view(place)
+        if payload is None:
+            payload = view
+        header = encode_header(
+            FrameHeader(
+                FrameType.PAGE, codec, place.group, place.index, place.block, place.num_tokens
+            ),
+            payload,
+            lane.seal,
         )
+        num_bytes, tag = len(payload), tag_number(header)
+        lane.sealed.append((num_bytes, view.nbytes, tag))
         self.num_pages_sent += 1
-        self.num_page_bytes_sent += len(payload)
-        return Piece(
-            header=encode_header(header, payload, self._seal), payload=payload, is_page=True
+        self.num_page_bytes_sent += num_bytes
+        self._digest += tag
+        if not self._num_unsealed and self._tokens_computed is not None:
+            self._tell(self.on_news)
+        return Piece(header, payload, True)
+
+    def _last_frame(self, seal: FrameSeal) -> bytes:
+        if self._error is not None:
+            message = self._error.encode()[: MAX_PAYLOAD_BYTES[FrameType.ERROR]]
+            return encode_frame(FrameType.ERROR, message, seal)
+        totals = TransferTotals(
+            num_pages=self.num_pages_sent,
+            num_answers=self._num_answers,
+            num_page_bytes=self.num_page_bytes_sent,
+            tokens_computed=self._tokens_computed or 0,
+            digest=self._digest % (1 << 64),
+            epoch=self._epoch,
         )
+        return encode_frame(FrameType.END, encode_totals(totals), seal)
+
+    # ------------------------------------------------------------ the lease
+
+    def progressed(self, now_s: float) -> None:
+        """Take note that the receiver's side took bytes."""
+        self._progress_s = now_s
+
+    def check_lease(self, now_s: float, lease_s: float) -> None:
+        """End the transfer if its receiver has owed something for too long.
+
+        It owes to attach streams, to read what was sent, to acknowledge the end, and to say what of a
+        lost stream arrived. While it owes nothing the lease stands still.
+        """
+        if self._progress_s is None or not self._is_owed:
+            self._progress_s = now_s
+        limit_s = lease_s
+        if self._lanes and all(lane.is_lost for lane in self._lanes.values()):
+            limit_s *= ABSENCE_FRACTION
+        if now_s - self._progress_s > limit_s:
+            self.close("expired")
+
+    @property
+    def _is_owed(self) -> bool:
+        lanes = self._lanes.values()
+        return (
+            not any(not lane.is_lost for lane in lanes)
+            or any(lane.is_blocked or lane.is_over for lane in lanes)
+            or any(lane.is_lost and not lane.is_told for lane in lanes)
+        )
+
+    def check(self) -> None:
+        """Re-derive the counters; AssertionError names what is wrong."""
+        sealed = [entry for lane in self._lanes.values() for entry in lane.sealed if entry[1]]
+        assert self.num_pages_sent == len(sealed), "pages sent"
+        assert self.num_page_bytes_sent == sum(entry[0] for entry in sealed), "bytes sent"
+        assert self._digest == sum(entry[2] for entry in sealed), "digest"
+        answers = [_num_answers(lane.items[: len(lane.sealed)]) for lane in self._lanes.values()]
+        assert self._num_answers == sum(answers), "answers sent"
+        unsealed = [len(lane.items) - len(lane.sealed) for lane in self._lanes.values()]
+        assert self._num_unsealed == sum(unsealed), "unsealed"
+        for lane in self._lanes.values():
+            assert sum(isinstance(item, Last) for item in lane.items) <= 1 + self._epoch, "last"
+
+
+def _num_answers(items: list[Item]) -> int:
+    """Return how many of the items the end must wait for; progress may come late."""
+    return sum(isinstance(i, Urgent) and i.type is not FrameType.PROGRESS for i in items)

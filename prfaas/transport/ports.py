@@ -1,32 +1,81 @@
 """A stream's bytes in and out, over a bare socket or over an asyncio transport, which TLS needs.
 
 A bare socket receives straight into pool pages and sends from them. A transport decrypts straight
-into them; what it sends is encrypted from them.
+into them; what it sends is encrypted from them. Whoever takes the bytes is told of them by calls, not
+by futures: a page costs no turn of the loop.
 """
 
 import asyncio
 import contextlib
 import socket
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 SLICE_BYTES = 256 << 10
-"""The receiver renews the lease at least once per this many bytes."""
-SPILL_BYTES = 64 << 10
+SPILL_BYTES = 512 << 10
+READ_BYTES = 2 << 20
+"""A stream that never runs dry gives the loop to others this often."""
+AHEAD_BYTES = 64 << 10
+"""Read past the end of a small page, to be copied to where it goes: cheaper than a call for each."""
+SMALL_BYTES = 16 << 10
+HEADER_AHEAD_BYTES = 64
+"""Read past the end of a large page: the next header."""
+
+
+class ByteSink(Protocol):
+    """Who takes what comes in. Calls come from the loop."""
+
+    def buffer(self) -> memoryview:
+        """Return where the next bytes go; never empty."""
+        ...
+
+    def received(self, num_bytes: int) -> None:
+        """Take note that bytes were put there; must not raise."""
+        ...
+
+    def ended(self, error: Exception | None) -> None:
+        """Take note that nothing more comes; None is the other side's orderly end."""
+        ...
 
 
 class StreamPort(Protocol):
     """What both kinds can do. Raises OSError for a broken connection."""
 
-    def receive_now(self, target: memoryview) -> int | None:
-        """Put bytes that are here already into `target`; None if none are, 0 at the stream's end."""
+    @property
+    def sock(self) -> socket.socket:
+        """The socket, for what the kernel knows of it and can be told."""
         ...
 
     async def receive(self, target: memoryview) -> int:
         """Put at least one byte into `target` and return how many, 0 at the stream's end."""
         ...
 
-    async def send(self, header: bytes, payload: memoryview | bytes, timeout_s: float) -> None:
-        """Send both; TimeoutError if the other side takes no part of them for `timeout_s`."""
+    def start(self, sink: ByteSink) -> None:
+        """Give everything that comes to `sink` until `stop`."""
+        ...
+
+    def stop(self) -> None:
+        """Give nothing more to anybody. Idempotent."""
+        ...
+
+    def pause(self) -> None:
+        """Leave the sink alone until `resume`; to be called from within the sink."""
+        ...
+
+    def resume(self) -> None:
+        """Go on; ignored if nobody is served or nothing was paused."""
+        ...
+
+    def send_now(self, buffers: Sequence[memoryview | bytes]) -> int:
+        """Send as much of the buffers as is taken at once, and return how many bytes."""
+        ...
+
+    async def writable(self) -> None:
+        """Return when something may be taken again, or after `interrupt`."""
+        ...
+
+    def interrupt(self) -> None:
+        """Let `writable` return."""
         ...
 
     def close(self) -> None:
@@ -37,39 +86,119 @@ class StreamPort(Protocol):
 class SocketPort:
     """A non-blocking socket of our own."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-
-    def receive_now(self, target: memoryview) -> int | None:
-        """See StreamPort."""
-        try:
-            return self._socket.recv_into(target)
-        except BlockingIOError:
-            return None
+    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.sock = sock
+        self._loop = loop or asyncio.get_running_loop()
+        self._sink: ByteSink | None = None
+        self._is_paused = False
+        self._ahead = memoryview(bytearray(AHEAD_BYTES))
+        self._ahead_bytes = AHEAD_BYTES
+        self._rest = memoryview(b"")
+        """Read ahead and not given to the sink yet."""
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_closed = False
 
     async def receive(self, target: memoryview) -> int:
         """See StreamPort."""
-        return await asyncio.get_running_loop().sock_recv_into(self._socket, target)
+        return await self._loop.sock_recv_into(self.sock, target)
 
-    async def send(self, header: bytes, payload: memoryview | bytes, timeout_s: float) -> None:
+    def start(self, sink: ByteSink) -> None:
+        """See StreamPort."""
+        self._sink, self._is_paused = sink, False
+        self._give_rest()
+        self._watch()
+
+    def stop(self) -> None:
+        """See StreamPort."""
+        if self._sink is not None:
+            self._sink = None
+            self._loop.remove_reader(self.sock)
+
+    def pause(self) -> None:
+        """See StreamPort."""
+        if not self._is_paused:
+            self._is_paused = True
+            self._loop.remove_reader(self.sock)
+
+    def resume(self) -> None:
+        """See StreamPort."""
+        if self._is_paused and self._sink is not None:
+            self._is_paused = False
+            self._give_rest()
+            self._watch()
+
+    def _watch(self) -> None:
+        if self._sink is not None and not self._is_paused:
+            self._loop.add_reader(self.sock, self._on_readable)
+
+    def _give_rest(self) -> None:
+        """Copy what was read ahead to where it goes, as far as somebody takes it."""
+        while self._rest and self._sink is not None and not self._is_paused:
+            target = self._sink.buffer()
+            num_bytes = min(len(target), len(self._rest))
+            target[:num_bytes] = self._rest[:num_bytes]
+            self._rest = self._rest[num_bytes:]
+            self._sink.received(num_bytes)
+
+    def _on_readable(self) -> None:
+        budget = READ_BYTES
+        while budget > 0 and self._sink is not None and not self._is_paused:
+            sink, target = self._sink, self._sink.buffer()
+            num_target = len(target)
+            if num_target > HEADER_AHEAD_BYTES:
+                is_small = num_target <= SMALL_BYTES
+                self._ahead_bytes = AHEAD_BYTES if is_small else HEADER_AHEAD_BYTES
+            try:
+                num_bytes = self.sock.recvmsg_into((target, self._ahead[: self._ahead_bytes]))[0]
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.stop()
+                sink.ended(error)
+                return
+            if not num_bytes:
+                self.stop()
+                sink.ended(None)
+                return
+            budget -= num_bytes
+            if num_bytes <= num_target:
+                sink.received(num_bytes)
+            else:
+                self._rest = self._ahead[: num_bytes - num_target]
+                sink.received(num_target)
+                self._give_rest()
+
+    def send_now(self, buffers: Sequence[memoryview | bytes]) -> int:
         """See StreamPort."""
         try:
-            num_sent = self._socket.sendmsg([header, payload])
+            return self.sock.sendmsg(buffers)
         except BlockingIOError:
-            num_sent = 0
-        # What the socket does not take at once, which is most of it on a slow link, waits with a timer.
-        for part in (memoryview(header), memoryview(payload)):
-            rest = part[num_sent:]
-            num_sent = max(0, num_sent - len(part))
-            for start in range(0, len(rest), SLICE_BYTES):
-                async with asyncio.timeout(timeout_s):
-                    await asyncio.get_running_loop().sock_sendall(
-                        self._socket, rest[start : start + SLICE_BYTES]
-                    )
+            return 0
+
+    async def writable(self) -> None:
+        """See StreamPort."""
+        self._waiter = self._loop.create_future()
+        self._loop.add_writer(self.sock, self.interrupt)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if not self._is_closed:
+                self._loop.remove_writer(self.sock)
+
+    def interrupt(self) -> None:
+        """See StreamPort."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def close(self) -> None:
         """See StreamPort."""
-        self._socket.close()
+        if not self._is_closed:
+            self.stop()
+            self._loop.remove_writer(self.sock)
+            self._is_closed = True
+            self.sock.close()
+            self.interrupt()
 
 
 class TransportPort(asyncio.BufferedProtocol):
@@ -79,13 +208,16 @@ class TransportPort(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._on_lost = on_lost
         """The protocol that the transport had before, which must hear of its end."""
+        self._sink: ByteSink | None = None
+        self._is_paused = False
         self._target: memoryview | None = None
+        """Where the sink or `receive` wants the next bytes."""
         self._received: asyncio.Future[int] | None = None
-        self._spill = bytearray(SPILL_BYTES)
+        self._spill = bytearray()
         self._spilled = memoryview(b"")
         """Bytes that came while nobody received: a transport may deliver some after it was paused."""
         self._is_ended = False
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._may_write = asyncio.Event()
         self._may_write.set()
 
@@ -105,28 +237,32 @@ class TransportPort(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where bytes go."""
+        if self._sink is not None and not self._is_paused:
+            self._target = self._sink.buffer()
         if self._target is not None:
             return self._target
+        if not self._spill:
+            self._spill = bytearray(SPILL_BYTES)
         return memoryview(self._spill)[len(self._spilled) :]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take note of bytes that came."""
         if self._target is None:
             self._spilled = memoryview(self._spill)[: len(self._spilled) + nbytes]
-            return
-        self._finish_receiving(nbytes)
+        elif self._sink is not None:
+            self._target = None
+            self._sink.received(nbytes)
+        else:
+            self._finish_receiving(nbytes)
 
     def eof_received(self) -> bool:
         """Take note of the stream's end; the transport stays open for what we send where it can."""
-        self._is_ended = True
-        self._finish_receiving(0)
+        self._end(None)
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wake whoever waits."""
-        self._is_ended = True
-        self._error = exc
-        self._finish_receiving(0)
+        self._end(exc)
         self._may_write.set()
         if self._on_lost is not None:
             self._on_lost.connection_lost(exc)
@@ -138,6 +274,20 @@ class TransportPort(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """Let senders go on."""
         self._may_write.set()
+
+    def _end(self, error: Exception | None) -> None:
+        if not self._is_ended:
+            self._is_ended, self._error = True, error
+            self._finish_receiving(0)
+            self._tell_end()
+
+    def _open_sink(self) -> ByteSink | None:
+        return None if self._is_paused else self._sink
+
+    def _tell_end(self) -> None:
+        if self._is_ended and self._sink is not None and not self._is_paused and not self._spilled:
+            sink, self._sink = self._sink, None
+            sink.ended(self._error)
 
     def _finish_receiving(self, num_bytes: int) -> None:
         self._target = None
@@ -152,21 +302,15 @@ class TransportPort(asyncio.BufferedProtocol):
 
     # ------------------------------------------------------------ what the stream asks
 
-    def receive_now(self, target: memoryview) -> int | None:
+    @property
+    def sock(self) -> socket.socket:
         """See StreamPort."""
-        if not self._spilled:
-            return None
-        num_bytes = min(len(target), len(self._spilled))
-        target[:num_bytes] = self._spilled[:num_bytes]
-        rest = bytes(self._spilled[num_bytes:])
-        self._spill[: len(rest)] = rest
-        self._spilled = memoryview(self._spill)[: len(rest)]
-        return num_bytes
+        return cast("socket.socket", self._open_transport.get_extra_info("socket"))
 
     async def receive(self, target: memoryview) -> int:
         """See StreamPort."""
-        if (num_bytes := self.receive_now(target)) is not None:
-            return num_bytes
+        if self._spilled:
+            return self._unspill(target)
         if self._error is not None:
             raise ConnectionResetError(str(self._error)) from self._error
         if self._is_ended:
@@ -178,23 +322,71 @@ class TransportPort(asyncio.BufferedProtocol):
             return await self._received
         finally:
             self._received, self._target = None, None
-            with contextlib.suppress(RuntimeError):  # a closed transport of some loops
-                self._open_transport.pause_reading()
+            self._pause_transport()
 
-    async def send(self, header: bytes, payload: memoryview | bytes, timeout_s: float) -> None:
+    def _unspill(self, target: memoryview) -> int:
+        num_bytes = min(len(target), len(self._spilled))
+        target[:num_bytes] = self._spilled[:num_bytes]
+        rest = bytes(self._spilled[num_bytes:])
+        self._spill[: len(rest)] = rest
+        self._spilled = memoryview(self._spill)[: len(rest)]
+        return num_bytes
+
+    def _pause_transport(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a closed transport of some loops
+            self._open_transport.pause_reading()
+
+    def start(self, sink: ByteSink) -> None:
         """See StreamPort."""
-        await self._send_slice(header, timeout_s)
-        for start in range(0, len(payload), SLICE_BYTES):
-            await self._send_slice(payload[start : start + SLICE_BYTES], timeout_s)
+        self._sink, self._is_paused = sink, True
+        self.resume()
 
-    async def _send_slice(self, data: memoryview | bytes, timeout_s: float) -> None:
+    def stop(self) -> None:
+        """See StreamPort."""
+        if self._sink is not None:
+            self._sink = self._target = None
+            self._pause_transport()
+
+    def pause(self) -> None:
+        """See StreamPort."""
+        self._is_paused, self._target = True, None
+        self._pause_transport()
+
+    def resume(self) -> None:
+        """See StreamPort."""
+        if not self._is_paused or self._sink is None:
+            return
+        self._is_paused = False
+        while self._spilled and (sink := self._open_sink()) is not None:
+            sink.received(self._unspill(sink.buffer()))
+        self._tell_end()
+        if self._open_sink() is not None:
+            with contextlib.suppress(RuntimeError):
+                self._open_transport.resume_reading()
+
+    def send_now(self, buffers: Sequence[memoryview | bytes]) -> int:
+        """See StreamPort."""
         if self._open_transport.is_closing():
             raise ConnectionResetError("the connection is closed")
-        self._open_transport.write(data)
-        if not self._may_write.is_set():
-            async with asyncio.timeout(timeout_s):
-                await self._may_write.wait()
+        num_bytes = 0
+        for data in buffers:
+            for start in range(0, len(data), SLICE_BYTES):
+                if not self._may_write.is_set():
+                    return num_bytes
+                part = data[start : start + SLICE_BYTES]
+                self._open_transport.write(part)
+                num_bytes += len(part)
+        return num_bytes
+
+    async def writable(self) -> None:
+        """See StreamPort."""
+        await self._may_write.wait()
+
+    def interrupt(self) -> None:
+        """See StreamPort."""
+        self._may_write.set()
 
     def close(self) -> None:
         """See StreamPort."""
+        self._sink = self._target = None
         self._open_transport.abort()

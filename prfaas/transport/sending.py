@@ -1,30 +1,65 @@
-"""The sending end of a transfer's stream: takes over the connection and feeds it with frames."""
+"""The sending end of a raw stream: carries one transfer after the other to the asker at its other end."""
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 
-from prfaas.errors import ProtocolError
+from prfaas.errors import ProtocolError, TransferError
+from prfaas.transport.attach import Attach, parse_attach
 from prfaas.transport.coding import PageEncoder
-from prfaas.transport.outgoing import OutgoingTransfer
+from prfaas.transport.dialing import UPGRADE, tune
+from prfaas.transport.flow import EgressBudget
+from prfaas.transport.outgoing import OutgoingTransfer, PagePlace, Piece, SendingLane
 from prfaas.transport.ports import SocketPort, StreamPort, TransportPort
 from prfaas.transport.seals import CHECKSUM, FrameSeal
-from prfaas.transport.stream import UPGRADE, YIELD_BYTES
-from prfaas.transport.wire import FROM_RECEIVER, FrameDecoder, refuse_pages
+from prfaas.transport.tcpinfo import set_congestion, set_pacing_rate
+from prfaas.transport.wire import (
+    FROM_RECEIVER,
+    Frame,
+    FrameDecoder,
+    FrameType,
+    encode_frame,
+    refuse_pages,
+)
 
-_SWITCHING = (
+BATCH_BYTES = 256 << 10
+"""Pages that are taken for a stream at once: what is taken goes over this stream and no other."""
+BATCH_PIECES = 64
+UNSENT_BYTES = 512 << 10
+"""What the kernel may hold unsent of one stream: work goes to the emptiest, and first tokens overtake."""
+LEASE_LOOKS = 8
+"""How often in a lease is looked whether it is over."""
+
+SWITCHING = (
     f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n\r\n"
 ).encode("ascii")
 
+FindTransfer = Callable[[Attach], Awaitable[OutgoingTransfer]]
+"""Returns the transfer that an asker may attach to, waiting a while for one that is being opened.
 
-def take_port(transport: asyncio.Transport) -> StreamPort:
+Raises TransferError, whose words are told to the asker.
+"""
+
+
+def take_port(
+    transport: asyncio.Transport,
+    *,
+    congestion: str | None = None,
+    pacing_bytes_per_s: float | None = None,
+) -> StreamPort:
     """Return the connection of an HTTP request as a port of our own.
+
+    Congestion control and pacing are set on it where they are named and the kernel has them.
 
     The transport stops reading before the receiver hears that it may talk, or it would take the
     receiver's first bytes. Without TLS we go on with a socket of our own, and the 101 through it: a
     transport may hold it back (uvloop does, to the end of the loop's turn), and a frame would
     overtake it.
     """
+    if congestion is not None:
+        set_congestion(transport.get_extra_info("socket"), congestion)
+    if pacing_bytes_per_s is not None:
+        set_pacing_rate(transport.get_extra_info("socket"), pacing_bytes_per_s)
     if transport.get_extra_info("sslcontext") is not None:
         port = TransportPort(on_lost=transport.get_protocol())
         port.take(transport)
@@ -32,78 +67,279 @@ def take_port(transport: asyncio.Transport) -> StreamPort:
     transport.pause_reading()
     sock: socket.socket = transport.get_extra_info("socket").dup()
     sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    tune(sock)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     return SocketPort(sock)
 
 
-async def serve_stream(
-    port: StreamPort,
-    transfer: OutgoingTransfer,
-    lease_s: float,
-    count_sent: Callable[[int], None],
-    receiver_seal: FrameSeal = CHECKSUM,
-) -> None:
-    """Answer the upgrade and send frames until the transfer ends; leaves the port open."""
-    async with asyncio.TaskGroup() as tasks:
-        jobs = [
-            tasks.create_task(_send(port, transfer, lease_s, count_sent)),
-            tasks.create_task(_listen(port, transfer, receiver_seal)),
-            tasks.create_task(transfer.closed()),
-        ]
-        await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-        for job in jobs:
-            job.cancel()
-
-
-async def _send(
-    port: StreamPort,
-    transfer: OutgoingTransfer,
-    lease_s: float,
-    count_sent: Callable[[int], None],
-) -> None:
-    try:
-        await port.send(_SWITCHING, b"", lease_s)
-        with PageEncoder(transfer.codec, transfer.numbers) as encoder:
-            await _send_pieces(port, transfer, encoder, lease_s, count_sent)
-        async with asyncio.timeout(lease_s):
-            await transfer.closed()
-    except TimeoutError:
-        transfer.close("expired")
-    except OSError:
-        transfer.close("broken")
-
-
-async def _send_pieces(
-    port: StreamPort,
-    transfer: OutgoingTransfer,
-    encoder: PageEncoder,
-    lease_s: float,
-    count_sent: Callable[[int], None],
-) -> None:
+async def outlive(transfer: OutgoingTransfer, lease_s: float) -> None:
+    """Return once the transfer has ended and nobody reads its pages; ends it when its lease is over."""
     loop = asyncio.get_running_loop()
-    num_unyielded_bytes = 0
-    while (piece := await transfer.next_piece(encoder.encode)) is not None:
-        started_s = loop.time()
-        await port.send(piece.header, piece.payload, lease_s)
-        if piece.is_page:
-            encoder.sent(len(piece.payload), loop.time() - started_s)
-            count_sent(len(piece.payload))
-        num_unyielded_bytes += len(piece.payload)
-        if num_unyielded_bytes > YIELD_BYTES:
-            num_unyielded_bytes = 0
-            await asyncio.sleep(0)
-
-
-async def _listen(port: StreamPort, transfer: OutgoingTransfer, receiver_seal: FrameSeal) -> None:
-    """Wait for the receiver's ACK, or for its leaving."""
-    decoder = FrameDecoder(allowed=FROM_RECEIVER, resolve=refuse_pages, seal=receiver_seal)
+    changed = asyncio.Event()
+    transfer.on_end.add(changed.set)
     try:
-        while num_bytes := await port.receive(decoder.buffer()):
-            if decoder.received(num_bytes) is not None:
-                transfer.acknowledge()
+        while not transfer.is_released:
+            changed.clear()
+            transfer.check_lease(loop.time(), lease_s)
+            try:
+                async with asyncio.timeout(lease_s / LEASE_LOOKS):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+    finally:
+        transfer.on_end.discard(changed.set)
+
+
+class _Gone(Exception):
+    """The connection must be closed: the asker left, or a frame was cut short."""
+
+
+class SendingStream:
+    """One raw stream at its sender. `run` serves it until the asker leaves or `close` is called."""
+
+    def __init__(
+        self,
+        port: StreamPort,
+        *,
+        find: FindTransfer,
+        budget: EgressBudget,
+        count_sent: Callable[[int], None],
+        our_seal: FrameSeal = CHECKSUM,
+        asker_seal: FrameSeal = CHECKSUM,
+    ) -> None:
+        self.port = port
+        self.asker = ""
+        """Host at the other end."""
+        self._find = find
+        self._budget = budget
+        self._count_sent = count_sent
+        self._seal = our_seal
+        self._decoder = FrameDecoder(allowed=FROM_RECEIVER, resolve=refuse_pages, seal=asker_seal)
+        self._news = asyncio.Event()
+        self._pending: Attach | None = None
+        self._transfer: OutgoingTransfer | None = None
+        """Attached last; an ACK is its."""
+        self._lane: SendingLane | None = None
+        self._left = False
+
+    @property
+    def is_idle(self) -> bool:
+        """No transfer needs it."""
+        transfer, lane = self._transfer, self._lane
+        is_done = lane is None or lane.is_over or (transfer is not None and transfer.is_released)
+        return self._pending is None and is_done
+
+    def close(self) -> None:
+        """End at once."""
+        self._left = True
+        self.port.stop()
+        self._wake()
+
+    def _has_left(self) -> bool:
+        return self._left
+
+    def _wake(self) -> None:
+        self._news.set()
+        transfer = self._transfer
+        if self._has_left() or (transfer is not None and transfer.outcome is not None):
+            self.port.interrupt()
+
+    # ------------------------------------------------------------ what the asker says
+
+    def buffer(self) -> memoryview:
+        """See ByteSink."""
+        return self._decoder.buffer()
+
+    def received(self, num_bytes: int) -> None:
+        """See ByteSink."""
+        try:
+            frame = self._decoder.received(num_bytes)
+            if frame is not None:
+                self._take(frame)
+        except ProtocolError:
+            if self._transfer is not None:
+                self._transfer.close("protocol_error")
+            self.close()
+
+    def ended(self, error: Exception | None) -> None:
+        """See ByteSink."""
+        self.close()
+
+    def _take(self, frame: Frame) -> None:
+        transfer, lane = self._transfer, self._lane
+        if frame.header.type is FrameType.ACK:
+            if transfer is None:
+                raise ProtocolError("ACK without a transfer")
+            transfer.acknowledge()
+            return
+        attach = parse_attach(frame.payload)
+        if (
+            transfer is not None
+            and lane is not None
+            and transfer.outcome is None
+            and attach.transfer_id == transfer.transfer_id
+        ):
+            transfer.attach_again(lane, attach)
+        elif self.is_idle:
+            self._pending = attach
+        else:
+            raise ProtocolError("ATTACH while another transfer is under way")
+        self._news.set()
+
+    # ------------------------------------------------------------ serving
+
+    async def run(self) -> None:
+        """Answer the upgrade and serve transfers; leaves the port open."""
+        try:
+            self.port.send_now([SWITCHING])
+            self.port.start(self)
+            while not self._has_left():
+                if self._pending is not None:
+                    await self._serve(self._pending)
+                else:
+                    await self._wait()
+        except (OSError, _Gone):
+            return
+        finally:
+            self.port.stop()
+
+    async def _wait(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+    async def _serve(self, attach: Attach) -> None:
+        try:
+            transfer = await self._find(attach)
+            self._pending = None
+            if self._has_left():
+                raise _Gone
+            lane = transfer.attach(attach, self._seal)
+        except TransferError as error:
+            self._pending = None
+            await self._put([encode_frame(FrameType.ERROR, str(error).encode(), self._seal)], None)
+            return
+        self._transfer, self._lane = transfer, lane
+        transfer.on_news.add(self._wake)
+        try:
+            with PageEncoder(transfer.codec, transfer.numbers) as encoder:
+                while not self._has_left() and not self._is_done(transfer, lane):
+                    if lane.is_over:
+                        await self._wait()
+                    else:
+                        await self._send(transfer, lane, encoder)
+        finally:
+            transfer.on_news.discard(self._wake)
+            if self._has_left() or not lane.is_over:
+                transfer.lose(lane)
+                self._left = True
+
+    def _is_done(self, transfer: OutgoingTransfer, lane: SendingLane) -> bool:
+        """Return whether the stream is free for the next transfer."""
+        return lane.is_over and (transfer.outcome is not None or self._pending is not None)
+
+    async def _send(
+        self, transfer: OutgoingTransfer, lane: SendingLane, encoder: PageEncoder
+    ) -> None:
+        """Send what there is until the lane is over."""
+        transfer.enter()
+        try:
+            while not lane.is_over:
+                pieces = await self._pieces(transfer, lane, encoder)
+                if pieces:
+                    await self._put_pieces(pieces, transfer, lane, encoder)
+                elif self._has_left() or lane.is_lost or self._is_vain:
+                    raise _Gone
+                else:
+                    await self._wait()
+        finally:
+            transfer.leave()
+
+    async def _pieces(
+        self, transfer: OutgoingTransfer, lane: SendingLane, encoder: PageEncoder
+    ) -> list[Piece]:
+        """Return the frames that go next; one at a time where pages are encoded."""
+        pieces: list[Piece] = []
+        num_bytes = 0
+        is_raw = transfer.codec == "raw"
+        while num_bytes < BATCH_BYTES and len(pieces) < BATCH_PIECES:
+            item = transfer.take(lane)
+            if item is None:
+                break
+            if is_raw or not isinstance(item, PagePlace):
+                piece = transfer.seal(lane, item)
+            else:
+                codec, payload = await encoder.encode(transfer.view(item), item.group)
+                piece = transfer.seal(lane, item, codec, payload)
+            if piece is None:
+                raise _Gone
+            pieces.append(piece)
+            num_bytes += len(piece.payload)
+            if not is_raw:
+                break
+        return pieces
+
+    async def _put_pieces(
+        self,
+        pieces: list[Piece],
+        transfer: OutgoingTransfer,
+        lane: SendingLane,
+        encoder: PageEncoder,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        buffers: list[memoryview | bytes] = []
+        num_page_bytes = 0
+        for piece in pieces:
+            buffers.append(piece.header)
+            if piece.is_page:
+                buffers.append(piece.payload)
+                num_page_bytes += len(piece.payload)
+        if num_page_bytes:
+            await self._may_send(transfer, num_page_bytes)
+        started_s = loop.time()
+        await self._put(buffers, lane)
+        now_s = loop.time()
+        transfer.progressed(now_s)
+        if num_page_bytes:
+            encoder.sent(num_page_bytes, now_s - started_s)
+            self._count_sent(num_page_bytes)
+        await asyncio.sleep(0)
+
+    async def _may_send(self, transfer: OutgoingTransfer, num_bytes: int) -> None:
+        """Return once the egress budget has room for the bytes."""
+        loop = asyncio.get_running_loop()
+        while wait_s := self._budget.ask(transfer.transfer_id, num_bytes, now_s=loop.time()):
+            await asyncio.sleep(wait_s)
+            if self._has_left() or self._is_vain:
+                raise _Gone
+
+    @property
+    def _is_vain(self) -> bool:
+        """The transfer has ended, and not well."""
+        return self._transfer is not None and self._transfer.outcome not in (None, "completed")
+
+    async def _put(self, buffers: Sequence[memoryview | bytes], lane: SendingLane | None) -> None:
+        """Send all of the buffers, or raise _Gone when that is no use any more."""
+        while True:
+            num_sent = self.port.send_now(buffers)
+            buffers = _behind(buffers, num_sent)
+            if not buffers:
                 return
-        transfer.close("cancelled")
-    except ProtocolError:
-        transfer.close("protocol_error")
-    except OSError:
-        transfer.close("broken")
+            if num_sent and self._transfer is not None:
+                self._transfer.progressed(asyncio.get_running_loop().time())
+            if lane is not None:
+                lane.is_blocked = True
+            await self.port.writable()
+            if lane is not None:
+                lane.is_blocked = False
+            if self._has_left() or self._is_vain or (lane is not None and lane.is_lost):
+                raise _Gone
+
+
+def _behind(buffers: Sequence[memoryview | bytes], num_sent: int) -> Sequence[memoryview | bytes]:
+    """Return what is left of the buffers behind their first bytes."""
+    for index, data in enumerate(buffers):
+        if num_sent < len(data):
+            return [memoryview(data)[num_sent:], *buffers[index + 1 :]]
+        num_sent -= len(data)
+    return ()

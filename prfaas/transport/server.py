@@ -1,14 +1,11 @@
-"""The prefill side of the KV channel: HTTP routes for control, an upgraded raw socket for bulk.
+"""The prefill side of the KV channel: HTTP routes for control, upgraded raw streams for bulk.
 
-    POST   /kv/v1/hello, /kv/v1/session   prove that we both have the cluster key (see auth)
-    POST   /kv/v1/handshake               who are you, and how busy
-    POST   /kv/v1/transfers               compute this prompt and keep its KV for me
-    GET    /kv/v1/transfers/{id}/stream   Upgrade: prfaas-kv, then frames
-    DELETE /kv/v1/transfers/{id}          I no longer want it
-
-A transfer is leased. The lease runs while the receiver owes something: to open the stream, to read
-what was sent, to acknowledge the end. Every bit of progress renews it, and while there is nothing to
-send it stands still. When it expires the stream is closed and the pages are let go.
+POST   /kv/v1/hello, /kv/v1/session   prove that we both have the cluster key (see auth)
+POST   /kv/v1/handshake               who are you, and how busy
+GET    /kv/v1/stream                  Upgrade: prfaas-kv, then ATTACH and frames, again and again
+POST   /kv/v1/transfers               compute this prompt and keep its KV for me
+POST   /kv/v1/transfers/{id}/ack      everything is verified, and no stream is left to say so
+DELETE /kv/v1/transfers/{id}          I no longer want it
 """
 
 import asyncio
@@ -27,26 +24,29 @@ from prfaas.errors import (
 from prfaas.transport.auth import Caller, PeerSide, is_same
 from prfaas.transport.client import (
     AUTH_HEADER,
-    CAPABILITY_HEADER,
     HELLO_PATH,
     PROOF_HEADER,
     SESSION_PATH,
+    STREAM_HEADER,
+    STREAM_PATH,
 )
+from prfaas.transport.dialing import UPGRADE
+from prfaas.transport.expected import ATTACH_WAIT_S, ExpectedTransfers
+from prfaas.transport.fields import dump, parse_object
+from prfaas.transport.flow import EgressBudget
 from prfaas.transport.handshake import parse_identity
 from prfaas.transport.messages import (
     PeerStatus,
     TransferAccepted,
     TransferRequest,
-    dump,
+    capability_of,
     encode_accepted,
     encode_status,
-    parse_object,
     parse_transfer_request,
 )
 from prfaas.transport.outgoing import OutgoingTransfer
 from prfaas.transport.seals import CHECKSUM, FrameSeal, MacSeal
-from prfaas.transport.sending import serve_stream, take_port
-from prfaas.transport.stream import UPGRADE
+from prfaas.transport.sending import SendingStream, take_port
 
 BODY_TIMEOUT_S = 30.0
 MAX_PROOF_BYTES = 64 << 10
@@ -68,7 +68,7 @@ class TransferService(Protocol):
         ...
 
     def transfer(self, transfer_id: str) -> OutgoingTransfer | None:
-        """Return a transfer that can be streamed, or None."""
+        """Return a transfer that streams can be attached to, or None."""
         ...
 
     def cancel(self, transfer_id: str) -> bool:
@@ -80,33 +80,57 @@ class TransferService(Protocol):
         ...
 
 
-def routes(
-    service: TransferService, *, lease_s: float, gate: PeerSide | None = None
-) -> list[web.RouteDef]:
-    """Return the routes of the KV channel, to be mounted on the node's HTTP port.
+class KvChannel:
+    """The routes of the KV channel, to be mounted on the node's HTTP port, and the streams they open.
 
     With a gate nobody gets through who has not proven to it that they hold the cluster key.
+
+    Args:
+        attach_wait_s: a stream may be attached so long before its transfer is asked for.
+        budget: what all transfers together may send; no stream is paced faster.
+        congestion: names the congestion control of the streams; None leaves the system's.
     """
-    handlers = _Handlers(service, lease_s, gate)
-    return [
-        web.post(HELLO_PATH, handlers.hello),
-        web.post(SESSION_PATH, handlers.session),
-        web.post("/kv/v1/handshake", handlers.handshake),
-        web.post("/kv/v1/transfers", handlers.open),
-        web.get("/kv/v1/transfers/{transfer_id}/stream", handlers.stream, allow_head=False),
-        web.delete("/kv/v1/transfers/{transfer_id}", handlers.cancel),
-    ]
 
-
-class _Handlers:
-    def __init__(self, service: TransferService, lease_s: float, gate: PeerSide | None) -> None:
+    def __init__(
+        self,
+        service: TransferService,
+        *,
+        gate: PeerSide | None = None,
+        budget: EgressBudget | None = None,
+        congestion: str | None = None,
+        attach_wait_s: float = ATTACH_WAIT_S,
+    ) -> None:
+        self.streams: set[SendingStream] = set()
+        """Open ones, idle or not."""
         self._service = service
-        self._lease_s = lease_s
         self._gate = gate
+        self._budget = budget or EgressBudget(None, 1)
+        self._congestion = congestion
+        self._expected = ExpectedTransfers(service.transfer, wait_s=attach_wait_s)
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes."""
+        transfer = "/kv/v1/transfers/{transfer_id}"
+        return [
+            web.post(HELLO_PATH, self.hello),
+            web.post(SESSION_PATH, self.session),
+            web.post("/kv/v1/handshake", self.handshake),
+            web.get(STREAM_PATH, self.stream, allow_head=False),
+            web.post("/kv/v1/transfers", self.open),
+            web.post(f"{transfer}/ack", self.acknowledge),
+            web.delete(transfer, self.cancel),
+        ]
+
+    def close(self) -> None:
+        """Close every stream."""
+        self._expected.close()
+        for stream in self.streams:
+            stream.close()
 
     # ------------------------------------------------------------ who it is
 
     async def hello(self, request: web.Request) -> web.Response:
+        """Answer a hello with our proof."""
         try:
             body, gate = await _read_proof(request), self._required_gate()
             return _json(200, gate.challenge(body, nonce=secrets.token_hex(32), now_s=_now_s()))
@@ -114,6 +138,7 @@ class _Handlers:
             return _refusal(error)
 
     async def session(self, request: web.Request) -> web.Response:
+        """Open a session for an asker that has proven itself."""
         try:
             body, gate = await _read_proof(request), self._required_gate()
             gate.admit(body, now_s=_now_s())
@@ -140,6 +165,7 @@ class _Handlers:
     # ------------------------------------------------------------ what it wants
 
     async def handshake(self, request: web.Request) -> web.Response:
+        """Say who this node is and how busy."""
         try:
             body = await _read(request)
             caller = self._caller(request, body)
@@ -149,11 +175,16 @@ class _Handlers:
         return _proven(200, encode_status(self._service.status()), caller)
 
     async def open(self, request: web.Request) -> web.Response:
+        """Open a transfer; streams that were attached to it before begin to send."""
         try:
             body = await _read(request)
             caller = self._caller(request, body)
             asked = parse_transfer_request(body)
-            return _proven(201, encode_accepted(await self._service.open(asked)), caller)
+            try:
+                accepted = await self._service.open(asked)
+            finally:
+                self._expected.settle(asked.transfer_id)
+            return _proven(201, encode_accepted(accepted), caller)
         except (
             BadRequest,
             IncompatiblePeer,
@@ -164,7 +195,24 @@ class _Handlers:
         ) as error:
             return _refusal(error)
 
+    async def acknowledge(self, request: web.Request) -> web.Response:
+        """End a transfer whose every frame is verified."""
+        try:
+            body = await _read(request)
+            caller = self._caller(request, body)
+            capability = capability_of(parse_object(body))
+        except (ProtocolError, TimeoutError, UntrustedPeer) as error:
+            return _refusal(error)
+        transfer = self._service.transfer(request.match_info["transfer_id"])
+        if transfer is None:
+            return _refuse(404, "no such transfer")
+        if not is_same(transfer.capability, capability):
+            return _refuse(403, "the transfer was promised to somebody else")
+        transfer.acknowledge()
+        return _proven(200, b"{}", caller)
+
     async def cancel(self, request: web.Request) -> web.Response:
+        """Drop a transfer."""
         try:
             self._caller(request, b"")
         except UntrustedPeer as error:
@@ -174,53 +222,60 @@ class _Handlers:
         return _refuse(404, "no such transfer")
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
+        """Make a raw stream of the connection, and serve transfers over it."""
         if request.headers.get("Upgrade", "").lower() != UPGRADE:
             return _refuse(426, f"this resource needs Upgrade: {UPGRADE}", {"Upgrade": UPGRADE})
-        capability = request.headers.get(CAPABILITY_HEADER, "")
+        stream_id = request.headers.get(STREAM_HEADER, "")
         try:
-            caller = self._caller(request, capability.encode("utf-8", "surrogateescape"))
+            caller = self._caller(request, stream_id.encode("utf-8", "surrogateescape"))
         except UntrustedPeer as error:
             return _refusal(error)
-        transfer = self._service.transfer(request.match_info["transfer_id"])
-        if transfer is None:
-            return _refuse(404, "no such transfer")
-        if not is_same(transfer.capability, capability):
-            return _refuse(403, "the transfer was promised to somebody else")
-        ours, receivers = _seals(request, transfer, caller)
-        if not transfer.try_attach(ours):
-            return _refuse(409, "the transfer has a stream already")
-        try:
-            await self._serve(request, transfer, receivers)
-        finally:
-            transfer.detach()
+        transport = request.transport
+        if transport is not None and not transport.get_write_buffer_size():
+            # else gone, or pipelined behind an answer that is not sent yet
+            await self._serve(request, transport, _seals(request, stream_id, caller))
         return web.Response()  # goes nowhere: the connection is closed
 
     async def _serve(
-        self, request: web.Request, transfer: OutgoingTransfer, receivers: FrameSeal
+        self,
+        request: web.Request,
+        transport: asyncio.Transport,
+        seals: tuple[FrameSeal, FrameSeal],
     ) -> None:
-        transport = request.transport
-        if transport is None or transport.get_write_buffer_size():
-            return  # gone, or pipelined behind an answer that is not sent yet
-        port = take_port(transport)
+        port = take_port(
+            transport,
+            congestion=self._congestion,
+            pacing_bytes_per_s=self._budget.rate_bytes_per_s,
+        )
+        stream = SendingStream(
+            port,
+            find=self._expected.find,
+            budget=self._budget,
+            count_sent=self._service.count_sent,
+            our_seal=seals[0],
+            asker_seal=seals[1],
+        )
+        stream.asker = request.remote or ""
+        self.streams.add(stream)
         try:
             # Not force_close(): it closes the transport, which cancels this handler where the server
             # runs with handler_cancellation.
-            await serve_stream(port, transfer, self._lease_s, self._service.count_sent, receivers)
+            await stream.run()
         finally:
+            self.streams.discard(stream)
             port.close()
             transport.abort()
 
 
 def _seals(
-    request: web.Request, transfer: OutgoingTransfer, caller: Caller | None
+    request: web.Request, stream_id: str, caller: Caller | None
 ) -> tuple[FrameSeal, FrameSeal]:
-    """Return the seals of what we and the receiver send: MACs where nothing else guards the bytes."""
+    """Return the seals of what we and the asker send: MACs where nothing else guards the bytes."""
     if caller is None or request.secure:
         return CHECKSUM, CHECKSUM
-    session, transfer_id = caller.session, transfer.transfer_id
     return (
-        MacSeal(session.frame_key(transfer_id, "peer")),
-        MacSeal(session.frame_key(transfer_id, "asker")),
+        MacSeal(caller.session.frame_key(stream_id, "peer")),
+        MacSeal(caller.session.frame_key(stream_id, "asker")),
     )
 
 

@@ -1,21 +1,14 @@
-"""The receiving end of a transfer's stream: dials, asks for the upgrade, and takes verified frames.
+"""The receiving end of a raw stream: idle, or carrying one transfer after the other."""
 
-The connection is our own, not aiohttp's, so that no buffer stands between it and the pool's pages.
-"""
+from __future__ import annotations
 
 import asyncio
-import contextlib
-import ipaddress
-import socket
-import ssl
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 from prfaas.errors import ProtocolError, TransferError
-from prfaas.transport.address import PeerAddress, as_transfer_errors
+from prfaas.transport.attach import Attach, encode_attach
 from prfaas.transport.coding import PageDecoder
 from prfaas.transport.kv_numbers import KvNumbers
-from prfaas.transport.ports import SocketPort, StreamPort, TransportPort
 from prfaas.transport.seals import CHECKSUM, FrameSeal
 from prfaas.transport.wire import (
     FROM_SENDER,
@@ -27,155 +20,177 @@ from prfaas.transport.wire import (
     encode_frame,
 )
 
-UPGRADE = "prfaas-kv"
-MAX_HEAD_BYTES = 4096
-YIELD_BYTES = 4 << 20
-"""A stream that never runs dry gives the loop to others this often."""
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from prfaas.transport.ports import StreamPort
 
 
-class FrameStream:
-    """Verified frames from one peer, in order."""
+class FrameTaker(Protocol):
+    """Who takes what a stream brings, until `detach`."""
+
+    def take(self, stream: RawStream, frame: Frame) -> None:
+        """Take a verified frame; must not raise."""
+        ...
+
+    def broken(self, stream: RawStream, error: Exception) -> None:
+        """Take note that the stream brings nothing more: a TransferError, or what the port raised."""
+        ...
+
+
+class RawStream:
+    """One connection to a peer. While idle it watches for its own end.
+
+    `on_closed` is called once, when it can carry nothing more; not by `close`.
+    """
 
     def __init__(
         self,
         port: StreamPort,
-        rest: bytes,
-        resolve: Resolve,
-        address: PeerAddress,
+        rest: bytes = b"",
         *,
         peer_seal: FrameSeal = CHECKSUM,
         our_seal: FrameSeal = CHECKSUM,
+    ) -> None:
+        self.port = port
+        self.on_closed: Callable[[RawStream], None] = lambda stream: None
+        self.is_open = True
+        self.num_bytes = 0
+        """Received in all."""
+        self._peer_seal = peer_seal
+        self._our_seal = our_seal
+        self._taker: FrameTaker | None = None
+        self._decoder: FrameDecoder | None = None
+        self._pages: PageDecoder | None = None
+        self._nothing = memoryview(bytearray(1))
+        if rest:
+            self._break(ProtocolError("the peer sent frames before any transfer was attached"))
+        else:
+            port.start(self)
+
+    # ------------------------------------------------------------ what the transfer asks
+
+    def attach(
+        self,
+        attach: Attach,
+        taker: FrameTaker,
+        resolve: Resolve,
+        *,
         codecs: frozenset[Codec] = frozenset({Codec.RAW}),
         numbers: KvNumbers | None = None,
     ) -> None:
-        self._port = port
-        self._rest = memoryview(rest)
-        self._address = address
-        self._our_seal = our_seal
+        """Ask the peer to send a transfer over this stream; frames wait for `begin`.
+
+        A stream that breaks by this says so to the taker.
+        """
+        self._taker = taker
         self._decoder = FrameDecoder(
-            allowed=FROM_SENDER, resolve=resolve, seal=peer_seal, codecs=codecs
+            allowed=FROM_SENDER, resolve=resolve, seal=self._peer_seal, codecs=codecs
         )
         self._pages = PageDecoder(numbers or KvNumbers())
-        self._num_unyielded_bytes = 0
+        self.port.pause()
+        self.say(FrameType.ATTACH, encode_attach(attach))
+
+    def begin(self) -> None:
+        """Give the frames to the taker from now on."""
+        if self.is_open:
+            self.port.resume()
+
+    def say(self, frame_type: FrameType, payload: bytes = b"") -> bool:
+        """Send ATTACH or ACK; False if the stream broke by it, or before."""
+        if not self.is_open:
+            return False
+        frame = encode_frame(frame_type, payload, self._our_seal)
+        try:
+            if self.port.send_now([frame]) == len(frame):
+                return True
+            error: Exception = TransferError("the peer does not read what we send")
+        except OSError as failure:
+            error = failure
+        self._break(error)
+        return False
+
+    def detach(self) -> None:
+        """Become idle: the transfer's last frame has come."""
+        self._taker = self._decoder = None
+        if self._pages is not None:
+            self._pages.close()
+            self._pages = None
+        self.port.resume()
 
     def close(self) -> None:
-        """Close the connection and end the thread that decodes, if there is one. Idempotent."""
-        self._port.close()
-        self._pages.close()
+        """Close the connection; nobody is told. Idempotent."""
+        self.is_open = False
+        self._taker = self._decoder = None
+        self.port.close()
+        if self._pages is not None:
+            self._pages.close()
+            self._pages = None
 
-    async def next_frame(self, timeout_s: float) -> Frame | None:
-        """Return the next verified frame, or None when the sender closed the stream between two.
+    def _break(self, error: Exception) -> None:
+        if self.is_open:
+            taker = self._taker
+            self.close()
+            self.on_closed(self)
+            if taker is not None:
+                taker.broken(self, error)
 
-        Raises TransferTimeout if no whole frame came within `timeout_s`, ProtocolError for a
-        damaged or cut one, TransferError for a broken connection.
-        """
-        with as_transfer_errors(self._address):
-            return await self._receive(asyncio.get_running_loop().time() + timeout_s)
+    # ------------------------------------------------------------ what the port says
 
-    async def acknowledge(self, timeout_s: float) -> None:
-        """Tell the sender that everything is verified, so that it may let its pages go."""
-        frame = encode_frame(FrameType.ACK, seal=self._our_seal)
-        with as_transfer_errors(self._address):
-            await self._port.send(frame, b"", timeout_s)
+    def buffer(self) -> memoryview:
+        """See ByteSink."""
+        return self._nothing if self._decoder is None else self._decoder.buffer()
 
-    async def _receive(self, deadline_s: float) -> Frame | None:
-        while True:
-            target = self._decoder.buffer()
-            num_bytes = self._take_rest(target) or await self._fill(target, deadline_s)
-            if not num_bytes:
-                self._decoder.ended()
-                return None
+    def received(self, num_bytes: int) -> None:
+        """See ByteSink."""
+        self.num_bytes += num_bytes
+        if self._decoder is None:
+            self._break(ProtocolError("the peer sent something over an idle stream"))
+            return
+        try:
             frame = self._decoder.received(num_bytes)
             if frame is not None:
-                if frame.target is not None:
-                    await self._pages.place(frame)
-                return frame
+                if frame.target is None:
+                    self._give(frame)
+                else:
+                    self._decode(frame)
+        except ProtocolError as error:
+            self._break(error)
 
-    def _take_rest(self, target: memoryview) -> int:
-        """Move bytes that came with the upgrade's answer."""
-        num_bytes = min(len(target), len(self._rest))
-        target[:num_bytes] = self._rest[:num_bytes]
-        self._rest = self._rest[num_bytes:]
-        return num_bytes
+    def ended(self, error: Exception | None) -> None:
+        """See ByteSink."""
+        self._break(error or TransferError("the peer closed the stream"))
 
-    async def _fill(self, target: memoryview, deadline_s: float) -> int:
-        """Receive something; a timer and the loop's turn cost only when there is nothing yet."""
-        if self._num_unyielded_bytes < YIELD_BYTES:
-            num_bytes = self._port.receive_now(target)
-            if num_bytes is not None:
-                self._num_unyielded_bytes += num_bytes
-                return num_bytes
-        self._num_unyielded_bytes = 0
-        await asyncio.sleep(0)
-        async with asyncio.timeout_at(deadline_s):
-            return await self._port.receive(target)
+    def _give(self, frame: Frame) -> None:
+        if self._taker is not None:
+            self._taker.take(self, frame)
 
+    def _decode(self, frame: Frame) -> None:
+        """Put an encoded page where it belongs; the stream waits for it, others do not."""
+        assert self._pages is not None, "no transfer"
+        decoded = self._pages.decode(frame)
+        if not isinstance(decoded, asyncio.Future):
+            self._place(frame, decoded)
+            return
+        self.port.pause()
+        taker = self._taker
 
-async def _candidates(address: PeerAddress) -> list[tuple[int, tuple[Any, ...]]]:
-    """Return (family, socket address) pairs; a literal address needs no resolver and no thread."""
-    with contextlib.suppress(ValueError):
-        version = ipaddress.ip_address(address.host).version
-        family = socket.AF_INET if version == 4 else socket.AF_INET6
-        return [(family, (address.host, address.port))]
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    return [(family, target) for family, _, _, _, target in found]
+        def place(done: asyncio.Future[bytes | memoryview]) -> None:
+            if done.cancelled():
+                return
+            error = done.exception()
+            if self._taker is not taker or not self.is_open:
+                return  # the page may belong to somebody else by now
+            if isinstance(error, Exception):
+                self._break(error)
+                return
+            self._place(frame, done.result())
+            if self.is_open:
+                self.port.resume()
 
+        decoded.add_done_callback(place)
 
-async def connect(address: PeerAddress, tls: ssl.SSLContext | None) -> StreamPort:
-    """Return a connection to the peer, by TLS if there is a context for it."""
-    if tls is None:
-        return SocketPort(await _connect_socket(address))
-    sock = await _connect_socket(address)
-    loop = asyncio.get_running_loop()
-    try:
-        _, port = await loop.create_connection(
-            TransportPort, sock=sock, ssl=tls, server_hostname=address.host
-        )
-    except BaseException:
-        sock.close()
-        raise
-    return port
-
-
-async def _connect_socket(address: PeerAddress) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    failure: OSError | None = None
-    for family, target in await _candidates(address):
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.sock_connect(sock, target)
-        except OSError as error:
-            sock.close()
-            failure = error
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
-    raise failure or OSError(f"{address} has no address")
-
-
-async def upgrade(
-    port: StreamPort, address: PeerAddress, path: str, headers: Mapping[str, str], timeout_s: float
-) -> bytes:
-    """Ask for the raw stream; return what came behind the answer's head."""
-    lines = [f"GET {path} HTTP/1.1", f"Host: {address}", "Connection: Upgrade"]
-    lines += [f"Upgrade: {UPGRADE}", *(f"{name}: {value}" for name, value in headers.items())]
-    await port.send("\r\n".join([*lines, "", ""]).encode("ascii"), b"", timeout_s)
-    head = bytearray()
-    part = memoryview(bytearray(MAX_HEAD_BYTES))
-    while b"\r\n\r\n" not in head:
-        if len(head) > MAX_HEAD_BYTES:
-            raise ProtocolError(f"answer to the upgrade is longer than {MAX_HEAD_BYTES} bytes")
-        num_bytes = await port.receive(part)
-        if not num_bytes:
-            raise ProtocolError("the peer closed the connection instead of upgrading it")
-        head += part[:num_bytes]
-    head_text, _, rest = bytes(head).partition(b"\r\n\r\n")
-    status_line = head_text.partition(b"\r\n")[0]
-    if not status_line.startswith(b"HTTP/1.1 101 "):
-        raise TransferError(f"upgrade refused: {status_line[:64].decode('ascii', 'replace')!r}")
-    return rest
+    def _place(self, frame: Frame, data: bytes | memoryview) -> None:
+        assert frame.target is not None, "not encoded"
+        frame.target[:] = data
+        self._give(frame)

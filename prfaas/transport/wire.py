@@ -36,7 +36,7 @@ _PROGRESS = struct.Struct("<QQ")
 
 
 class FrameType(IntEnum):
-    """What a frame carries. ACK goes to the sender of the pages, all others to their receiver."""
+    """What a frame carries. ACK and ATTACH go to the sender of the pages, all others to their receiver."""
 
     PAGE = 1
     FIRST_TOKENS = 2
@@ -45,6 +45,7 @@ class FrameType(IntEnum):
     END = 5
     ERROR = 6
     ACK = 7
+    ATTACH = 8
 
 
 class Codec(IntEnum):
@@ -60,8 +61,8 @@ class Codec(IntEnum):
     """E4M3, a scale for each row."""
 
 
-FROM_SENDER = frozenset(FrameType) - {FrameType.ACK}
-FROM_RECEIVER = frozenset({FrameType.ACK})
+FROM_RECEIVER = frozenset({FrameType.ACK, FrameType.ATTACH})
+FROM_SENDER = frozenset(FrameType) - FROM_RECEIVER
 
 MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.FIRST_TOKENS: 1 << 20,
@@ -70,13 +71,17 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.END: 4096,
     FrameType.ERROR: 4096,
     FrameType.ACK: 0,
+    FrameType.ATTACH: 64 << 10,
 }
 """Bounds that hold before anything is allocated; a PAGE is bounded by its page."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class FrameHeader:
-    """Everything a frame says before its payload; the span fields are zero unless it is a PAGE."""
+    """Everything a frame says before its payload; the span fields are zero unless it is a PAGE.
+
+    Not frozen, like Frame: one of each is made for every frame, and freezing triples what that costs.
+    """
 
     type: FrameType
     codec: Codec = Codec.RAW
@@ -89,7 +94,7 @@ class FrameHeader:
     length: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Frame:
     """One verified frame. The payload of a PAGE is not here: it lies in its page.
 
@@ -102,6 +107,12 @@ class Frame:
     is_placed: bool = False
     """The payload of this PAGE was put where `resolve` said, or is to be put into `target`; False: it
     was redelivered, dropped."""
+    tag: int = 0
+    """The first 8 bytes of the checksum or MAC that it came with."""
+
+
+class DamagedFrame(ProtocolError):
+    """Bytes that were changed on the way, by accident or not: the stream is lost, what it brought is not."""
 
 
 Resolve = Callable[[FrameHeader], memoryview | None]
@@ -133,6 +144,11 @@ def encode_header(
     digest = seal.begin(fields)
     digest.update(payload)
     return fields + _HEADER_CHECK.pack(_header_check(fields)) + digest.finish()
+
+
+def tag_number(header: bytes) -> int:
+    """Return the first 8 bytes of the tag in an encoded header, as `Frame.tag` has them."""
+    return int.from_bytes(header[UNTAGGED_BYTES : UNTAGGED_BYTES + 8], "little")
 
 
 def _header_check(fields: bytes) -> int:
@@ -211,7 +227,7 @@ class FrameDecoder:
         if self._error is not None:
             raise self._error
         if self._header is not None or self._filled:
-            raise ProtocolError("the stream ended inside a frame")
+            raise DamagedFrame("the stream ended inside a frame")
 
     def _await_header(self) -> None:
         self._header = None
@@ -239,7 +255,7 @@ class FrameDecoder:
         fields = bytes(self._head[: _FIELDS.size])
         (header_check,) = _HEADER_CHECK.unpack_from(self._head, _FIELDS.size)
         if header_check != _header_check(fields):
-            raise ProtocolError("header checksum mismatch")
+            raise DamagedFrame("header checksum mismatch")
         self._digest = self._seal.begin(fields)
         self._tag = bytes(self._head[UNTAGGED_BYTES:])
         kind, codec, group, index, zero, block, num_tokens, length = _FIELDS.unpack(fields)
@@ -301,7 +317,7 @@ class FrameDecoder:
         if target is not None:
             self._digest.update(target)
         if not hmac.compare_digest(self._digest.finish(), self._tag):
-            raise ProtocolError(f"{header.type.name} frame checksum or MAC mismatch")
+            raise DamagedFrame(f"{header.type.name} frame checksum or MAC mismatch")
         is_page = header.type is FrameType.PAGE
         page = self._page
         is_here = target is not None and (page is not None or not is_page)
@@ -312,4 +328,5 @@ class FrameDecoder:
             payload=payload,
             target=page,
             is_placed=is_page and target is not None,
+            tag=int.from_bytes(self._tag[:8], "little"),
         )

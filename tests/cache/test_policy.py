@@ -56,7 +56,11 @@ class Named:
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("use"), st.sets(st.integers(0, 9), max_size=4), st.sampled_from([-1, 0, 0, 4, 9])),
+        st.tuples(
+            st.just("use"),
+            st.sets(st.integers(0, 9), max_size=4),
+            st.sampled_from([-1, 0, 0, 4, 9]),
+        ),
         st.tuples(st.just("pop"), st.just(set()), st.just(0)),
     ),
     max_size=60,

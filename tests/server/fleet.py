@@ -21,7 +21,7 @@ from prfaas.transport.handshake import Identity
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.security import ChannelSecurity
 from prfaas.types import Request, RequestRecord, RouteName, SamplingParams, TokenEvent
-from tests.server.relay import Relay
+from tests.relay import Relay
 from tests.server.scripted_engine import BLOCK_TOKENS, HYBRID, VOCAB_SIZE, ScriptedEngine
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from prfaas.server.pd import PdNode, load_pd_node
 from prfaas.server.prefill import PrefillNode, load_prefill_node
 from prfaas.transport.messages import CodecName
 from prfaas.transport.options import TransportOptions
+from tests.relay import Relay
 from tests.server.fleet import CountedTransfers, PrefillHost, until
-from tests.server.relay import Relay
 
 CONTEXT_TOKENS = 260
 TRANSPORT = TransportOptions(stall_timeout_s=10.0)

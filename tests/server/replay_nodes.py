@@ -13,9 +13,9 @@ from prfaas.engine.replay_options import ReplayOptions
 from prfaas.server.pd import load_pd_node
 from prfaas.server.prefill import load_prefill_node
 from prfaas.transport.options import TransportOptions
+from tests.relay import Relay
 from tests.server.fleet import CountedTransfers, PrefillHost
 from tests.server.real_nodes import RealNodes, no_progress
-from tests.server.relay import Relay
 
 PROFILES = Path(__file__).parents[2] / "configs" / "profiles"
 LOCAL, REMOTE = (PROFILES / f"{name}-internal-1t.toml" for name in ("h20", "h200"))

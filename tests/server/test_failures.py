@@ -12,8 +12,8 @@ import structlog
 from prfaas.clock import monotonic_s
 from prfaas.errors import EngineError
 from prfaas.types import RequestRecord
+from tests.relay import Fault
 from tests.server.fleet import IDENTITY, Fleet, fleet, request, until
-from tests.server.relay import Fault
 from tests.server.scripted_engine import BLOCK_TOKENS, DENSE, HYBRID, STATES
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -28,10 +28,10 @@ def check_sums(record: RequestRecord) -> None:
     assert record.tokens_reused + record.tokens_local + record.tokens_remote == NUM_TOKENS
 
 
-async def stream_length(nodes: Fleet) -> int:
+async def stream_length(nodes: Fleet, num_choices: int = 1) -> int:
     """How many bytes the peer sends on the stream of a prompt like the test's."""
     before = nodes.relay.stream_bytes
-    answer = await nodes.ask(request(NUM_TOKENS, salt=b"measured"))
+    answer = await nodes.ask(request(NUM_TOKENS, salt=b"measured", num_choices=num_choices))
     assert answer.record.route == "remote"
     return nodes.relay.stream_bytes - before
 
@@ -47,17 +47,20 @@ async def test_a_peer_that_is_gone_before_the_request_means_a_local_prefill():
 
 
 @layouts
-@pytest.mark.parametrize("kind", ["cut", "flip"])
-@pytest.mark.parametrize("fraction", [0.0, 0.02, 0.3, 0.6, 0.95, 1.0])
+@pytest.mark.parametrize("kind", ["cut", "flip", "gone"])
+@pytest.mark.parametrize("fraction", [0.0, 0.02, 0.3, 0.6, 0.95])
 async def test_a_stream_cut_or_damaged_anywhere_gives_the_local_answer(layout, kind, fraction):
-    async with fleet(layout=layout) as nodes:
+    """One stream that breaks is replaced; where none gets through any more the rest is computed here."""
+    async with fleet(layout=layout, stall_timeout_s=0.5) as nodes:
         length = await stream_length(nodes)
-        head_bytes = 90 if kind == "flip" else 0  # a flip in the HTTP head may go unnoticed
-        after_bytes = head_bytes + int((length - 1 - head_bytes) * fraction)
-        nodes.relay.fault = Fault(after_bytes, kind)
+        nodes.relay.fault = Fault(int(length * fraction), kind)
         answer = await nodes.ask(request(NUM_TOKENS))
-        assert answer.record.route == "local"
-        assert answer.record.reason.startswith("transfer_failed: ")
+        await nodes.relay.hurt()
+        if kind == "gone":
+            assert answer.record.route == "local"
+            assert answer.record.reason.startswith(("transfer_failed: ", "peer_stuck: "))
+        else:
+            assert answer.record.route == "remote"
         check_sums(answer.record)
         assert len(answer.events) == 6
         assert answer.tokens == (await nodes.ask_locally(request(NUM_TOKENS))).tokens
@@ -111,10 +114,10 @@ async def test_a_transfer_that_would_end_after_a_local_prefill_is_given_up_unles
 async def test_what_arrived_whole_before_a_cut_is_reused_on_a_dense_model():
     async with fleet(layout=DENSE) as nodes:
         length = await stream_length(nodes)
-        nodes.relay.fault = Fault(length * 6 // 10, "cut")
+        nodes.relay.fault = Fault(length * 6 // 10, "gone")
         answer = await nodes.ask(request(NUM_TOKENS))
         record = answer.record
-        assert record.reason.startswith("transfer_failed: ")
+        assert record.reason.startswith(("transfer_failed: ", "peer_stuck: "))
         assert record.tokens_reused == 0
         assert record.tokens_remote >= 5 * BLOCK_TOKENS
         assert record.tokens_remote % BLOCK_TOKENS == 0
@@ -126,16 +129,16 @@ async def test_what_arrived_whole_before_a_cut_is_reused_on_a_dense_model():
 async def test_first_tokens_that_came_before_a_failure_are_continued_and_not_drawn_again(
     num_choices,
 ):
-    async with fleet() as nodes:
-        length = await stream_length(nodes)
+    async with fleet(streams=1) as nodes:
+        length = await stream_length(nodes, num_choices)
         asked = request(NUM_TOKENS, num_choices=num_choices)
         alone = await nodes.ask_locally(asked)
         # A first token that this node would not have drawn shows whose it is.
         nodes.prefill_engine.first_token = 123
-        nodes.relay.fault = Fault(length - 10, "cut")
+        nodes.relay.fault = Fault(length - 10, "gone")
         answer = await nodes.ask(asked)
         assert answer.record.route == "local"
-        assert answer.record.reason.startswith("transfer_failed: ")
+        assert answer.record.reason.startswith(("transfer_failed: ", "peer_stuck: "))
         check_sums(answer.record)
         assert [tokens[0] for tokens in answer.tokens] == [123] * num_choices
         assert [len(tokens) for tokens in answer.tokens] == [6] * num_choices
@@ -164,8 +167,8 @@ async def test_a_peer_killed_in_the_middle_of_its_prefill_costs_time_only():
         async with asyncio.TaskGroup() as tasks:
             answering = tasks.create_task(nodes.ask(asked))
             await until(lambda: not nodes.prefill_engine.gate.is_set())
-            await until(lambda: nodes.relay.num_streams == 1)
-            await nodes.relay.cut_all()
+            await until(lambda: nodes.pd_metrics.num_bytes["received"] > 0)
+            await nodes.relay.close()
         answer = answering.result()
         assert answer.record.reason.startswith("transfer_failed: ")
         nodes.prefill_engine.gate.set()
@@ -205,7 +208,7 @@ async def test_another_model_on_the_peer_is_refused_with_both_values_named_once(
                 assert answer.record.route == "local"
                 assert answer.record.reason == "peer_incompatible" or answer.record.tokens_reused
                 nodes.pd.peer.doubt()
-            assert nodes.relay.num_streams == 0
+            assert nodes.relay.stream_bytes == 0
     warnings = [entry for entry in logs if entry["log_level"] == "warning"]
     assert [entry["event"] for entry in warnings] == ["peer.lost"]
     assert "'scripted' here, 'another model' there" in warnings[0]["detail"]
@@ -218,7 +221,7 @@ async def test_a_peer_that_changes_its_model_between_handshakes_is_refused_befor
         assert answer.record.reason.startswith("peer_incompatible: ")
         assert "'another model' here, 'scripted' there" in answer.record.reason
         assert nodes.prefill_engine.load().step_count == 0
-        assert nodes.relay.num_streams == 0
+        assert nodes.relay.stream_bytes == 0
 
 
 async def test_a_peer_that_comes_back_is_used_again_and_each_change_is_logged_once():
@@ -321,7 +324,7 @@ async def test_clients_that_leave_in_any_phase_leave_nothing_held(layout, leave)
 async def test_many_requests_at_once_through_a_bad_link_all_get_the_local_answer():
     async with fleet(max_transfers=4, stall_timeout_s=0.5) as nodes:
         length = await stream_length(nodes)
-        faults = [None, Fault(length // 3, "cut"), Fault(length // 2, "flip"), None]
+        faults = [None, Fault(length // 3, "gone"), Fault(length // 2, "flip"), None]
         asked = [request(NUM_TOKENS, variant=variant) for variant in range(24)]
         answers = []
         for start in range(0, 24, 6):

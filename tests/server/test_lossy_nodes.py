@@ -9,8 +9,8 @@ import pytest
 from prfaas.cache.prefix import PrefixCache
 from prfaas.server.filling import lossy_salt
 from prfaas.types import Request
+from tests.relay import Fault
 from tests.server.fleet import fleet, request
-from tests.server.relay import Fault
 from tests.server.scripted_engine import DENSE, HYBRID, STATES
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -70,7 +70,7 @@ async def test_a_broken_transfer_leaves_an_inexact_prefix_or_an_exact_answer(
     after_bytes, is_salvaged
 ):
     async with fleet(layout=DENSE, kv_codec="int8") as nodes:
-        nodes.relay.fault = Fault(after_bytes, "cut")
+        nodes.relay.fault = Fault(after_bytes, "gone")
         asked = request(NUM_TOKENS)
         answer = await nodes.ask(asked)
         await nodes.relay.hurt()

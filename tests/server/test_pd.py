@@ -106,7 +106,7 @@ async def test_a_short_prompt_and_a_forced_one_stay_local_and_say_why():
         assert (short.record.route, short.record.reason) == ("local", "short")
         assert (forced.record.route, forced.record.reason) == ("local", "forced")
         assert (short.record.tokens_local, forced.record.tokens_local) == (20, 100)
-        assert nodes.relay.num_streams == 0
+        assert nodes.relay.stream_bytes == 0
 
 
 @layouts

@@ -16,8 +16,8 @@ from prfaas.server.prefill import MAX_CANCELLED
 from prfaas.server.prefill_job import places_to_send, tokens_ahead
 from prfaas.transport.address import PeerAddress
 from prfaas.transport.client import PeerClient
-from prfaas.transport.messages import TransferRequest
-from prfaas.transport.wire import FrameHeader, FrameType, decode_progress
+from prfaas.transport.messages import TransferAccepted, TransferRequest, TransferTotals
+from prfaas.transport.wire import Frame, FrameHeader, FrameType, decode_progress
 from tests.server.fleet import (
     CONTEXT_TOKENS,
     IDENTITY,
@@ -36,6 +36,7 @@ from tests.server.scripted_engine import (
     VOCAB_SIZE,
     page_bytes,
 )
+from tests.transport.samples import CAPABILITY
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 layouts = pytest.mark.parametrize(
@@ -50,6 +51,8 @@ def asked(num_tokens: int = 100, *, number: int = 0, **changes: object) -> Trans
         accept_approximate=False,
         request=request(num_tokens, variant=number),
         have_tokens=0,
+        capability=CAPABILITY,
+        credit_bytes=1 << 40,
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 
@@ -76,14 +79,20 @@ class Received:
         self.pages[place] = bytearray(header.length)
         return memoryview(self.pages[place])
 
-    async def take(
-        self, client: PeerClient, transfer_id: str, capability: str, *, is_acked: bool = True
-    ) -> None:
-        async with client.stream(transfer_id, capability, self.resolve) as stream:
-            while (frame := await stream.next_frame(5)) is not None:
-                self.frames.append((frame.header.type, frame.payload))
-                if frame.header.type is FrameType.END and is_acked:
-                    await stream.acknowledge(1)
+    def accepted(self, accepted: TransferAccepted) -> None:
+        self.hit_tokens = accepted.hit_tokens
+
+    def take(self, frame: Frame) -> None:
+        self.frames.append((frame.header.type, frame.payload))
+
+    def ended(self, totals: TransferTotals) -> None:
+        self.frames.append((FrameType.END, b""))
+
+    async def pull(self, client: PeerClient, request: TransferRequest) -> None:
+        async with client.pull(request, self) as pulling:
+            while not pulling.is_finished:
+                await pulling.step()
+            assert pulling.acknowledge()
 
 
 @layouts
@@ -94,15 +103,13 @@ async def test_exactly_the_missing_pages_are_sent_once_each_with_the_right_bytes
     async with fleet(layout=layout) as nodes, client_of(nodes) as client:
         # Warm the node's own cache with half of the prompt: its hit must be sent too.
         warm = asked(50, number=1)
-        warmed = await client.open(warm)
-        await Received().take(client, warm.transfer_id, warmed.capability)
+        await Received().pull(client, warm)
         one = asked(100, number=2, have_tokens=have_tokens)
         tokens = prompt(100, 1)
         one = replace(one, request=replace(one.request, prompt_tokens=tokens))
-        accepted = await client.open(one)
-        assert accepted.hit_tokens == 50 // BLOCK_TOKENS * BLOCK_TOKENS
         received = Received()
-        await received.take(client, one.transfer_id, accepted.capability)
+        await received.pull(client, one)
+        assert received.hit_tokens == 50 // BLOCK_TOKENS * BLOCK_TOKENS
         places = places_to_send(layout, 100, have_tokens)
         assert set(received.pages) == {(p.group, p.index, p.block) for p in places}
         for (group, index, block), data in received.pages.items():
@@ -138,6 +145,7 @@ def test_what_is_held_and_what_is_sent_make_up_what_is_needed(num_tokens, have_b
     [
         ({"identity": replace(IDENTITY, kv_dtype="int4")}, IncompatiblePeer, "'int4' there"),
         ({"have_tokens": 3}, BadRequest, "have_tokens = 3"),
+        ({"credit_bytes": 99}, BadRequest, "a credit of 99 bytes"),
         ({"request": request(CONTEXT_TOKENS)}, BadRequest, f"{CONTEXT_TOKENS} prompt tokens"),
         ({"request": request(prompt_tokens=(1, VOCAB_SIZE))}, BadRequest, f"id {VOCAB_SIZE}"),
     ],
@@ -151,11 +159,12 @@ async def test_what_it_cannot_do_is_refused_before_any_work(changes, error, word
 
 async def test_a_second_transfer_of_one_id_is_refused_and_the_first_goes_on():
     async with fleet() as nodes, client_of(nodes) as client:
-        accepted = await client.open(asked())
-        with pytest.raises(BadRequest, match="exists"):
-            await nodes.prefill.node.open(asked())
         received = Received()
-        await received.take(client, asked().transfer_id, accepted.capability)
+        async with client.pull(asked(), received) as pulling:
+            with pytest.raises(BadRequest, match="exists"):
+                await nodes.prefill.node.open(asked())
+            while not pulling.is_finished:
+                await pulling.step()
         assert received.frames[-1][0] is FrameType.END
 
 
@@ -182,17 +191,14 @@ async def test_a_transfer_that_nobody_fetches_loses_its_lease_and_its_pages():
 
 async def test_pages_stay_until_the_receiver_says_that_they_are_verified():
     async with fleet(layout=DENSE, lease_s=5.0) as nodes, client_of(nodes) as client:
-        accepted = await client.open(asked())
         received, node = Received(), nodes.prefill.node
-        async with client.stream(
-            asked().transfer_id, accepted.capability, received.resolve
-        ) as stream:
-            while (frame := await stream.next_frame(5)) is not None:
-                if frame.header.type is FrameType.END:
-                    await until(lambda: nodes.prefill_engine.load().num_running == 0)
-                    assert nodes.prefill_cache.counts().num_tables == 1
-                    assert node.load().num_transfers == 1
-                    await stream.acknowledge(1)
+        async with client.pull(asked(), received) as pulling:
+            while not pulling.is_finished:
+                await pulling.step()
+            await until(lambda: nodes.prefill_engine.load().num_running == 0)
+            assert nodes.prefill_cache.counts().num_tables == 1
+            assert node.load().num_transfers == 1
+            assert pulling.acknowledge()
         await nodes.at_rest()
         assert nodes.prefill_metrics.outcomes == [("sent", "completed")]
 
@@ -239,20 +245,20 @@ async def test_progress_is_told_only_while_the_engine_really_advances(monkeypatc
     async with fleet() as nodes, client_of(nodes) as client:
         engine = nodes.prefill_engine
         engine.gate.clear()
-        accepted = await client.open(asked(200))
+        received = Received()
         told: list[tuple[int, int]] = []
-        async with client.stream(
-            asked().transfer_id, accepted.capability, Received().resolve
-        ) as stream:
-            with pytest.raises(Exception, match="deadline"):
-                await stream.next_frame(0.3)
+        async with client.pull(asked(200), received) as pulling:
+            for _ in range(4):
+                await pulling.step()
+            assert not received.frames
             engine.prefill_step_s = 0.05
             engine.gate.set()
-            while (frame := await stream.next_frame(5)) is not None:
-                if frame.header.type is FrameType.PROGRESS:
-                    told.append(decode_progress(frame.payload))
-                if frame.header.type is FrameType.END:
-                    await stream.acknowledge(1)
+            while not pulling.is_finished:
+                await pulling.step()
+            assert pulling.acknowledge()
+        for kind, payload in received.frames:
+            if kind is FrameType.PROGRESS:
+                told.append(decode_progress(payload))
         assert len(told) >= 3
         assert told == sorted(told)
         assert told[-1][0] <= 200
@@ -276,13 +282,14 @@ def test_what_is_ahead_is_the_work_of_others_until_ones_own_has_begun(waiting, d
 
 async def test_a_draining_node_takes_nothing_new_and_finishes_what_it_has():
     async with fleet() as nodes, client_of(nodes) as client:
-        accepted = await client.open(asked())
-        nodes.prefill.node.drain()
-        assert nodes.prefill.node.status().is_ready is False
-        with pytest.raises(Overloaded, match="draining"):
-            await client.open(asked(number=2))
         received = Received()
-        await received.take(client, asked().transfer_id, accepted.capability)
+        async with client.pull(asked(), received) as pulling:
+            nodes.prefill.node.drain()
+            assert nodes.prefill.node.status().is_ready is False
+            with pytest.raises(Overloaded, match="draining"):
+                await client.open(asked(number=2))
+            while not pulling.is_finished:
+                await pulling.step()
         assert received.frames[-1][0] is FrameType.END
 
 

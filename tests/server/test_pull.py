@@ -11,7 +11,6 @@ from prfaas.cache.prefix import PrefixCache
 from prfaas.errors import ProtocolError
 from prfaas.server.prefill_job import places_to_send
 from prfaas.server.pull import Pull
-from prfaas.transport.messages import TransferTotals
 from prfaas.transport.outgoing import PagePlace
 from prfaas.transport.wire import Frame, FrameHeader, FrameType
 from tests.server.fleet import make_cache, prompt
@@ -51,12 +50,6 @@ def deliver(pull: Pull, place: PagePlace, data: bytes) -> bool:
 
 def data_of(cache: PrefixCache, place: PagePlace) -> bytes:
     return page_bytes(cache.layout, place.group, place.index, place.block, prompt(NUM_TOKENS))
-
-
-def totals(pull: Pull) -> TransferTotals:
-    return TransferTotals(
-        num_pages=pull.num_pages, num_page_bytes=pull.num_page_bytes, tokens_computed=0
-    )
 
 
 @given(
@@ -107,7 +100,7 @@ def test_a_whole_transfer_is_exact_at_the_prompts_end(layout):
         assert not pull.is_complete
         deliver(pull, place, data_of(cache, place))
     assert pull.is_complete
-    pull.finish(totals(pull))
+    pull.finish()
     assert table.num_tokens == NUM_TOKENS
     assert pull.num_page_bytes == layout.bytes_needed(NUM_TOKENS)
     table.release()
@@ -152,17 +145,13 @@ def test_a_page_that_was_not_asked_for_has_no_place(place):
     cache.close()
 
 
-def test_an_end_without_every_page_or_with_other_totals_is_refused():
+def test_an_end_without_every_page_is_refused():
     cache = make_cache(DENSE)
     pull, table = begin(cache)
-    places = places_to_send(DENSE, NUM_TOKENS, 0)
-    for place in places[:-1]:
+    for place in places_to_send(DENSE, NUM_TOKENS, 0)[:-1]:
         deliver(pull, place, data_of(cache, place))
     with pytest.raises(ProtocolError, match="without 1 blocks"):
-        pull.finish(totals(pull))
-    deliver(pull, places[-1], data_of(cache, places[-1]))
-    with pytest.raises(ProtocolError, match="the sender says 1 pages"):
-        pull.finish(TransferTotals(num_pages=1, num_page_bytes=1, tokens_computed=0))
+        pull.finish()
     assert table.num_tokens == 0
     table.release()
     cache.close()

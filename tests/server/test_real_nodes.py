@@ -4,9 +4,9 @@ import pytest
 
 from prfaas.server.verify import verify_tokens
 from prfaas.types import Request, RequestRecord, RouteName, SamplingParams
+from tests.relay import Fault
 from tests.server.fleet import until
 from tests.server.real_nodes import RealNodes, real_nodes
-from tests.server.relay import Fault
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -46,12 +46,12 @@ async def test_cut_and_damaged_transfers_give_the_local_answer(family, tmp_path,
         length = nodes.relay.stream_bytes
         salvaged = []
         for index, (kind, fraction) in enumerate(
-            [("cut", 0.1), ("cut", 0.5), ("flip", 0.5), ("cut", 0.9), ("cut", 0.9999)]
+            [("gone", 0.1), ("gone", 0.5), ("black_hole", 0.5), ("gone", 0.9), ("gone", 0.95)]
         ):
             nodes.relay.fault = Fault(int(length * fraction), kind)
             drawn, record = await ask(nodes, f"hurt-{index}", "remote")
             assert record.route == "local"
-            assert record.reason.startswith("transfer_failed")
+            assert record.reason.startswith(("transfer_failed", "peer_stuck"))
             assert record.tokens_reused + record.tokens_local + record.tokens_remote == NUM_TOKENS
             assert drawn == local
             salvaged.append(record.tokens_remote)

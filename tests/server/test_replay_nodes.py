@@ -9,9 +9,9 @@ from prfaas.errors import ConfigError
 from prfaas.server.load_parts import load_parts
 from prfaas.server.verify import verify_node, verify_tokens
 from prfaas.types import Request, RequestRecord, RouteName, SamplingParams
+from tests.relay import Fault
 from tests.server.fleet import until
 from tests.server.real_nodes import RealNodes, no_progress
-from tests.server.relay import Fault
 from tests.server.replay_nodes import LOCAL, REMOTE, replay_config, replay_nodes
 
 pytestmark = pytest.mark.slow

@@ -3,8 +3,8 @@
 import pytest
 
 from prfaas.transport.cluster_key import ClusterKey
+from tests.relay import Fault
 from tests.server.fleet import fleet, request, until
-from tests.server.relay import Fault
 from tests.server.scripted_engine import DENSE, HYBRID, STATES
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -52,6 +52,5 @@ async def test_frames_that_were_touched_on_the_way_are_not_used(kind, after_byte
         nodes.relay.fault = Fault(after_bytes, kind)
         answer = await nodes.ask(request(NUM_TOKENS))
         await nodes.relay.hurt()
-        assert answer.record.route == "local"
-        assert answer.record.reason.startswith("transfer_failed: ")
+        assert answer.record.route == "remote"  # by another stream
         assert answer.tokens == (await nodes.ask_locally(request(NUM_TOKENS))).tokens

@@ -9,7 +9,7 @@ import uvloop
 
 from tests.server import test_failures, test_pd
 from tests.server.scripted_engine import DENSE, HYBRID
-from tests.transport import test_channel
+from tests.transport import test_channel, test_resume
 
 SCENARIOS: list[Callable[[], Coroutine[Any, Any, None]]] = [
     lambda: test_pd.test_a_long_prompt_is_prefilled_by_the_peer_and_answered_as_locally(HYBRID),
@@ -24,9 +24,10 @@ SCENARIOS: list[Callable[[], Coroutine[Any, Any, None]]] = [
         HYBRID, test_failures.leave_during_the_remote_prefill
     ),
     test_channel.test_pages_and_frames_arrive_whole_and_the_ack_completes_the_transfer,
-    test_channel.test_leaving_the_stream_cancels_the_transfer,
+    test_channel.test_leaving_a_pull_and_cancelling_ends_the_transfer,
     test_channel.test_a_receiver_that_does_not_read_loses_its_lease,
-    test_channel.test_frames_that_come_with_the_upgrade_are_not_lost,
+    test_channel.test_streams_are_used_again_and_a_request_costs_no_connection,
+    test_resume.test_all_streams_lost_again_and_again_only_delay_a_transfer,
 ]
 
 

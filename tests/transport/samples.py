@@ -29,6 +29,8 @@ ASKED = TransferRequest(
         sampling=SamplingParams(max_tokens=8, seed=3),
     ),
     have_tokens=32,
+    capability=CAPABILITY,
+    credit_bytes=1 << 40,
 )
 
 

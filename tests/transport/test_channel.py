@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -20,11 +19,26 @@ from prfaas.errors import (
 )
 from prfaas.transport.address import PeerAddress, parse_address
 from prfaas.transport.client import PeerClient
-from prfaas.transport.ports import SocketPort
-from prfaas.transport.stream import FrameStream
+from prfaas.transport.flow import EgressBudget
+from prfaas.transport.kv_numbers import KvNumbers
+from prfaas.transport.messages import TransferAccepted, TransferRequest
+from prfaas.transport.outgoing import OutgoingTransfer
+from prfaas.transport.pulling import Pulling
+from prfaas.transport.sending import BATCH_BYTES
+from prfaas.transport.stream import RawStream
 from prfaas.transport.wire import FrameType, encode_frame, encode_progress
-from tests.transport.channels import OPTIONS, PAGE_BYTES, Pages, channel, place
-from tests.transport.samples import ASKED, CAPABILITY, IDENTITY, asked, progress_frame
+from tests.transport.channels import (
+    OPTIONS,
+    PAGE_BYTES,
+    Pages,
+    channel,
+    ended,
+    finish,
+    place,
+    pull_all,
+    warm,
+)
+from tests.transport.samples import ASKED, IDENTITY, asked, progress_frame
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -42,62 +56,155 @@ async def test_a_transfer_request_arrives_as_it_was_sent():
 
 async def test_pages_and_frames_arrive_whole_and_the_ack_completes_the_transfer():
     async with channel() as (service, client):
-        await client.open(ASKED)
-        transfer, held = service.transfers[ASKED.transfer_id], Pages()
-        for block in range(5):
-            transfer.put_page(place(block))
-        transfer.finish(tokens_computed=3)
-        kinds = []
-        async with client.stream(ASKED.transfer_id, CAPABILITY, held.resolve) as stream:
-            while (frame := await stream.next_frame(5)) is not None:
-                kinds.append(frame.header.type)
-                if frame.header.type is FrameType.END:
-                    assert transfer.outcome is None
-                    await stream.acknowledge(1)
-        await transfer.detached()
-        assert transfer.outcome == "completed"
-        assert kinds == [FrameType.PAGE] * 5 + [FrameType.END]
-        assert held.pages == {block: bytearray([block]) * PAGE_BYTES for block in range(5)}
+        held = Pages()
+        async with client.pull(ASKED, held) as pulling:
+            transfer = service.transfers[ASKED.transfer_id]
+            for block in range(5):
+                transfer.put_page(place(block))
+            transfer.put_urgent(FrameType.PROGRESS, encode_progress(1, 2))
+            transfer.finish(tokens_computed=3)
+            while not pulling.is_finished:
+                await pulling.step()
+            assert transfer.outcome is None
+            assert pulling.acknowledge()
+        assert await ended(transfer) == "completed"
+        held.check(5)
+        assert held.kinds.count(FrameType.PROGRESS) == 1
+        assert held.totals is not None
+        assert held.totals.tokens_computed == 3
         assert service.num_bytes_sent == 5 * PAGE_BYTES
 
 
-async def test_leaving_the_stream_cancels_the_transfer():
+async def test_what_was_attached_before_its_transfer_was_opened_waits_for_it():
     async with channel() as (service, client):
-        await client.open(ASKED)
-        transfer = service.transfers[ASKED.transfer_id]
-        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as stream:
+        await warm(client)
+        service.num_pages = 9
+        service.gate.clear()
+        held = Pages()
+        async with asyncio.TaskGroup() as tasks:
+            pulling = tasks.create_task(pull_all(client, held))
+            await asyncio.sleep(0.1)
+            assert not pulling.done()
+            service.gate.set()
+        held.check(9)
+        assert held.hit_tokens == 16
+
+
+async def test_streams_are_used_again_and_a_request_costs_no_connection():
+    async with channel(streams=3) as (service, client):
+        service.num_pages = 12
+        await warm(client)
+        opened = await settled_streams(client)
+        for number in range(1, 30):
+            held = Pages()
+            await pull_all(client, held, asked(transfer_id=f"{number:032d}"))
+            held.check(12)
+            await settled_streams(client)
+        assert len(await settled_streams(client) - opened) <= 3  # spares for transfers that overlap
+
+
+async def settled_streams(client: PeerClient) -> set[object]:
+    streams = client.streams
+    while streams._settling or streams.num_open < streams.num_idle:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    return set(streams._idle)
+
+
+async def test_work_is_spread_over_all_streams():
+    async with channel(streams=4) as (service, client):
+        service.num_pages = 200
+        await warm(client)
+        held = Pages()
+        async with client.pull(ASKED, held) as pulling:
+            carriers = tuple(pulling._carriers)
+            await finish(pulling)
+        assert len(carriers) == 4
+        shares = [stream.num_bytes for stream in carriers]
+        assert sum(shares) > 200 * PAGE_BYTES
+        assert all(share > 5 * PAGE_BYTES for share in shares)
+        held.check(200)
+
+
+@pytest.mark.parametrize("page_bytes", [1, 31, 300, 5000, 40_000])
+async def test_small_pages_arrive_whole(page_bytes):
+    async with channel(page_bytes=page_bytes) as (service, client):
+        service.num_pages = 700
+        await warm(client)
+        held = Pages(page_bytes)
+        await pull_all(client, held)
+        held.check(700)
+
+
+async def test_transfers_at_once_do_not_mix():
+    async with channel(streams=2, page_bytes=70_000) as (service, client):
+        service.num_pages = 40
+        await warm(client)
+        holds = [Pages(70_000) for _ in range(6)]
+        async with asyncio.TaskGroup() as tasks:
+            for number, held in enumerate(holds):
+                tasks.create_task(pull_all(client, held, asked(transfer_id=f"{number:032d}")))
+        for held in holds:
+            held.check(40)
+
+
+async def test_leaving_a_pull_and_cancelling_ends_the_transfer():
+    async with channel() as (service, client):
+        async with client.pull(ASKED, Pages()) as pulling:
+            transfer = service.transfers[ASKED.transfer_id]
             transfer.put_urgent(FrameType.PROGRESS, encode_progress(1, 2))
-            await stream.next_frame(5)
-        await transfer.detached()
-        assert transfer.outcome == "cancelled"
-
-
-async def test_a_transfer_is_cancelled_by_its_id_and_once():
-    async with channel() as (service, client):
-        await client.open(ASKED)
-        transfer = service.transfers[ASKED.transfer_id]
+            await pulling.step()
         await client.cancel(ASKED.transfer_id)
         await client.cancel(ASKED.transfer_id)
-        assert transfer.outcome == "cancelled"
+        assert await ended(transfer) == "cancelled"
 
 
-async def test_a_second_stream_is_refused_and_does_not_hurt_the_first():
-    async with channel() as (service, client):
+async def test_an_asker_that_leaves_without_a_word_loses_a_short_lease():
+    async with channel(lease_s=0.8) as (service, client):
+        async with client.pull(ASKED, Pages()):
+            transfer = service.transfers[ASKED.transfer_id]
+        assert await ended(transfer) == "expired"
+
+
+async def test_a_transfer_nobody_attaches_to_loses_its_lease():
+    async with channel(lease_s=0.2) as (service, client):
         await client.open(ASKED)
-        transfer = service.transfers[ASKED.transfer_id]
-        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as first:
-            with pytest.raises(TransferError, match="409"):
-                async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve):
-                    raise AssertionError("two streams")
-            transfer.put_urgent(FrameType.PROGRESS, encode_progress(1, 2))
-            assert await first.next_frame(5) is not None
+        assert await ended(service.transfers[ASKED.transfer_id]) == "expired"
 
 
-async def test_a_stream_of_an_unknown_transfer_is_refused():
+async def test_a_stream_of_an_unknown_transfer_is_told_so():
     async with channel() as (_, client):
-        with pytest.raises(TransferError, match="404"):
-            async with client.stream("f" * 32, CAPABILITY, Pages().resolve):
-                raise AssertionError("a stream of nothing")
+        await told(client, asked(transfer_id="f" * 32), "no such transfer")
+
+
+async def test_a_stream_needs_the_capability_of_its_transfer():
+    async with channel() as (service, client):
+        await client.open(ASKED)
+        await told(client, asked(capability="0" * 32), "promised to somebody else")
+        assert service.transfers[ASKED.transfer_id].outcome is None
+
+
+async def told(client: PeerClient, request: TransferRequest, words: str) -> None:
+    """Attach a stream without asking for a transfer first, and hear these words."""
+    pulling = Pulling(
+        asked=request,
+        consumer=Pages(),
+        streams=client.streams,
+        dial=client.dial,
+        stall_timeout_s=5,
+        numbers=KvNumbers(),
+    )
+    with contextlib.closing(pulling):
+        await pulling.begin(TransferAccepted(hit_tokens=0))
+        with pytest.raises(TransferError, match=words):
+            await finish(pulling)
+
+
+async def test_a_stream_number_is_used_once():
+    async with channel() as (service, client), client.pull(ASKED, Pages()) as pulling:
+        transfer = service.transfers[ASKED.transfer_id]
+        await told(client, ASKED, "stream 0 was attached before")
+        transfer.finish(tokens_computed=0)
+        await finish(pulling)
 
 
 @pytest.mark.parametrize(
@@ -119,80 +226,104 @@ async def test_a_refusal_reaches_the_asker_with_its_words(refusal, expected):
 
 
 async def test_a_silent_sender_is_a_timeout():
-    async with channel() as (_, client):
-        await client.open(ASKED)
-        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as stream:
-            with pytest.raises(TransferTimeout):
-                await stream.next_frame(0.05)
-
-
-@pytest.mark.parametrize("capability", ["0" * 32, "", "é", CAPABILITY[:-1]])
-async def test_a_stream_needs_the_capability_of_its_transfer(capability):
-    async with channel() as (service, client):
-        await client.open(ASKED)
-        url = f"http://{client.address}/kv/v1/transfers/{ASKED.transfer_id}/stream"
-        headers = {"Upgrade": "prfaas-kv", "Prfaas-Capability": capability}
-        async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as answer:
-            assert answer.status == 403
-        assert service.transfers[ASKED.transfer_id].outcome is None
-        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve):
-            pass
+    async with (
+        channel(stall_timeout_s=0.1) as (_, client),
+        client.pull(ASKED, Pages()) as pulling,
+    ):
+        with pytest.raises(TransferTimeout):
+            await finish(pulling)
 
 
 async def test_an_error_frame_is_told_and_the_transfer_has_failed():
     async with channel() as (service, client):
-        await client.open(ASKED)
-        transfer = service.transfers[ASKED.transfer_id]
-        transfer.fail("no more pages")
-        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as stream:
-            frame = await stream.next_frame(5)
-        assert frame is not None
-        assert frame.payload == b"no more pages"
-        await transfer.detached()
-        assert transfer.outcome == "failed"
+        await warm(client)
+        async with client.pull(ASKED, Pages()) as pulling:
+            transfer = service.transfers[ASKED.transfer_id]
+            transfer.fail("no more pages")
+            with pytest.raises(TransferError, match="no more pages"):
+                await finish(pulling)
+        await client.cancel(ASKED.transfer_id)
+        assert await ended(transfer) == "failed"
 
 
 async def test_a_receiver_that_does_not_read_loses_its_lease():
-    async with channel(lease_s=0.2) as (service, client):
-        await client.open(ASKED)
-        transfer = service.transfers[ASKED.transfer_id]
-        for block in range(60):
-            transfer.put_page(place(block))
-        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve):
-            await transfer.detached()
-        assert transfer.outcome == "expired"
+    async with channel(lease_s=0.3) as (service, client):
+        service.num_pages = 200
+        async with client.pull(ASKED, Pages()) as pulling:
+            for stream in pulling._carriers:
+                stream.port.pause()
+            assert await ended(service.transfers[ASKED.transfer_id]) == "expired"
 
 
 async def test_a_receiver_that_does_not_acknowledge_loses_its_lease():
-    async with channel(lease_s=0.2) as (service, client):
-        await client.open(ASKED)
-        transfer = service.transfers[ASKED.transfer_id]
-        transfer.finish(tokens_computed=0)
-        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as stream:
-            assert await stream.next_frame(5) is not None
-            assert await stream.next_frame(5) is None
-        assert transfer.outcome == "expired"
+    async with channel(lease_s=0.3) as (service, client):
+        service.num_pages = 2
+        async with client.pull(ASKED, Pages()) as pulling:
+            while not pulling.is_finished:
+                await pulling.step()
+            assert await ended(service.transfers[ASKED.transfer_id]) == "expired"
+
+
+async def test_a_transfer_can_be_acknowledged_without_a_stream():
+    async with channel() as (service, client):
+        service.num_pages = 2
+        async with client.pull(ASKED, Pages()) as pulling:
+            while not pulling.is_finished:
+                await pulling.step()
+        with pytest.raises(TransferError, match="somebody else"):
+            await client.acknowledge(asked(capability="0" * 32))
+        await client.acknowledge(ASKED)
+        assert await ended(service.transfers[ASKED.transfer_id]) == "completed"
 
 
 async def test_a_lease_stands_still_while_the_sender_has_nothing_to_send():
-    async with channel(lease_s=0.1) as (service, client):
-        await client.open(ASKED)
-        transfer = service.transfers[ASKED.transfer_id]
-        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as stream:
-            with pytest.raises(TransferTimeout):
-                await stream.next_frame(0.4)
-            assert transfer.outcome is None
+    async with (
+        channel(lease_s=0.1, stall_timeout_s=0.4) as (service, client),
+        client.pull(ASKED, Pages()) as pulling,
+    ):
+        with pytest.raises(TransferTimeout):
+            await finish(pulling)
+        assert service.transfers[ASKED.transfer_id].outcome is None
 
 
 @pytest.mark.parametrize("data", [b"hello sender, how are you? " * 4, encode_frame(FrameType.END)])
 async def test_a_receiver_that_sends_anything_but_an_ack_is_dropped(data):
-    async with channel() as (service, client):
-        await client.open(ASKED)
+    async with channel() as (service, client), client.pull(ASKED, Pages()) as pulling:
         transfer = service.transfers[ASKED.transfer_id]
-        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as stream:
-            await stream._port.send(data, b"", 1)
-            await transfer.detached()
-        assert transfer.outcome == "protocol_error"
+        stream = await attached_stream(transfer, pulling)
+        stream.port.send_now([data])
+        assert await ended(transfer) == "protocol_error"
+
+
+async def attached_stream(transfer: OutgoingTransfer, pulling: Pulling) -> RawStream:
+    """Return the one stream of a transfer once frames come over it."""
+    transfer.put_urgent(FrameType.PROGRESS, encode_progress(1, 2))
+    (stream,) = pulling._carriers
+    while not stream.num_bytes:
+        await pulling.step()
+    return stream
+
+
+async def test_an_ack_before_the_end_is_a_protocol_error():
+    async with channel() as (service, client), client.pull(ASKED, Pages()) as pulling:
+        transfer = service.transfers[ASKED.transfer_id]
+        stream = await attached_stream(transfer, pulling)
+        assert stream.say(FrameType.ACK)
+        assert await ended(transfer) == "protocol_error"
+
+
+async def test_an_egress_limit_holds_for_all_transfers_together():
+    budget = EgressBudget(20e6, 1 << 16)
+    async with channel(budget=budget, page_bytes=50_000) as (service, client):
+        service.num_pages = 40
+        await warm(client)
+        started_s = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(2):
+                request = asked(transfer_id=f"{number:032d}")
+                tasks.create_task(pull_all(client, Pages(50_000), request))
+        took_s = asyncio.get_running_loop().time() - started_s
+        assert took_s > (2 * 40 * 50_000 - (1 << 16) - BATCH_BYTES) / 20e6
 
 
 @pytest.mark.parametrize(
@@ -209,7 +340,7 @@ async def test_a_body_that_is_no_request_is_a_400_in_one_shape(path, body):
 
 async def test_a_stream_without_an_upgrade_is_told_what_it_needs():
     async with channel() as (_, client):
-        url = f"http://{client.address}/kv/v1/transfers/{ASKED.transfer_id}/stream"
+        url = f"http://{client.address}/kv/v1/stream"
         async with aiohttp.ClientSession() as session, session.get(url) as response:
             assert response.status == 426
             assert response.headers["Upgrade"] == "prfaas-kv"
@@ -264,62 +395,30 @@ async def test_a_peer_that_talks_nonsense_is_a_transfer_error(answer):
 async def test_a_peer_that_does_not_upgrade_is_a_transfer_error(answer):
     async with fake_peer(answer) as client:
         with pytest.raises(TransferError):
-            async with client.stream("f" * 32, CAPABILITY, Pages().resolve):
-                raise AssertionError("not upgraded")
+            await client.dial()
 
 
-async def test_frames_that_come_with_the_upgrade_are_not_lost():
-    upgraded = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: prfaas-kv\r\n\r\n"
-    async with (
-        fake_peer(upgraded + progress_frame(4, 2) + encode_frame(FrameType.ERROR, b"x")) as client,
-        client.stream("f" * 32, CAPABILITY, Pages().resolve) as stream,
-    ):
-        frames = [await stream.next_frame(5), await stream.next_frame(5)]
-        assert [f.header.type for f in frames if f] == [FrameType.PROGRESS, FrameType.ERROR]
-        assert await stream.next_frame(5) is None
+UPGRADED = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: prfaas-kv\r\n\r\n"
 
 
-async def test_a_stream_that_never_runs_dry_lets_others_have_the_loop(monkeypatch):
-    monkeypatch.setattr("prfaas.transport.stream.YIELD_BYTES", 500)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        frames = progress_frame(1, 2) * 100
-        theirs.sendall(frames)
-        stream = FrameStream(SocketPort(ours), b"", Pages().resolve, PeerAddress("here", 1))
-        num_turns = 0
-
-        async def others() -> None:
-            nonlocal num_turns
-            while True:
-                num_turns += 1
-                await asyncio.sleep(0)
-
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(others())
-            for _ in range(100):
-                assert await stream.next_frame(5) is not None
-            task.cancel()
-        assert num_turns >= len(frames) // 1000
+async def test_a_peer_that_sends_frames_nobody_asked_for_is_not_kept():
+    async with fake_peer(UPGRADED + progress_frame(4, 2)) as client:
+        stream = await client.dial()
+        assert not stream.is_open
 
 
-async def test_a_deadline_holds_for_the_whole_frame_and_not_for_each_byte():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        stream = FrameStream(SocketPort(ours), b"", Pages().resolve, PeerAddress("here", 1))
-
-        async def trickle() -> None:
-            for byte in progress_frame(1, 2):
-                theirs.send(bytes([byte]))
-                await asyncio.sleep(0.02)
-
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(trickle())
-            with pytest.raises(TransferTimeout):
-                await stream.next_frame(0.1)
-            task.cancel()
+async def test_an_idle_stream_that_ends_is_replaced_once_the_peer_is_heard_of():
+    async with channel(streams=2) as (service, client):
+        await warm(client)
+        for stream in service.channel.streams:
+            stream.close()
+        while client.streams.num_open:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await warm(client)
+        service.num_pages = 3
+        held = Pages()
+        await pull_all(client, held)
+        held.check(3)
 
 
 async def test_a_peer_that_is_not_there_is_a_transfer_error():
@@ -330,8 +429,7 @@ async def test_a_peer_that_is_not_there_is_a_transfer_error():
         with pytest.raises(TransferError, match=str(address)):
             await client.open(ASKED)
         with pytest.raises(TransferError, match=str(address)):
-            async with client.stream("f" * 32, CAPABILITY, Pages().resolve):
-                raise AssertionError("connected to nothing")
+            await client.dial()
     finally:
         await client.close()
 

@@ -7,14 +7,23 @@ import numpy as np
 import pytest
 
 from prfaas.errors import ProtocolError
-from prfaas.transport.address import PeerAddress
+from prfaas.transport.attach import Attach
 from prfaas.transport.codec import encode_page
 from prfaas.transport.kv_numbers import PageNumbers
 from prfaas.transport.ports import SocketPort
-from prfaas.transport.stream import FrameStream
-from prfaas.transport.wire import Codec, FrameHeader, FrameType, encode_header
-from tests.transport.channels import Pages, channel, place
-from tests.transport.samples import ASKED, CAPABILITY, asked
+from prfaas.transport.stream import RawStream
+from prfaas.transport.wire import Codec, Frame, FrameHeader, FrameType, encode_header
+from tests.transport.channels import (
+    PAGE_BYTES,
+    Pages,
+    channel,
+    ended,
+    finish,
+    place,
+    pull_all,
+    warm,
+)
+from tests.transport.samples import ASKED, asked
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 NUM_PAGES = 6
@@ -25,46 +34,47 @@ FLOATS = PageNumbers(dtype="float32")
 @pytest.mark.parametrize("codec", ["raw", "zstd", "auto"])
 async def test_pages_arrive_as_they_were_whatever_the_codec(codec):
     async with channel() as (service, client):
-        await client.open(asked(codec=codec))
-        transfer, held = service.transfers[ASKED.transfer_id], Pages()
-        for block in range(NUM_PAGES):
-            transfer.put_page(place(block))
-        transfer.finish(tokens_computed=3)
-        lengths = []
-        stream = client.stream(ASKED.transfer_id, CAPABILITY, held.resolve, codec=codec)
-        async with stream as frames:
-            while (frame := await frames.next_frame(5)) is not None:
-                if frame.header.type is FrameType.END:
-                    await frames.acknowledge(1)
-                else:
-                    lengths.append(frame.header.length)
-        await transfer.detached()
-        assert transfer.outcome == "completed"
-        page_bytes = len(next(iter(held.pages.values())))
-        assert held.pages == {b: bytearray([b]) * page_bytes for b in range(NUM_PAGES)}
+        service.num_pages = NUM_PAGES
+        await warm(client)
+        held = Pages()
+        await pull_all(client, held, asked(codec=codec))
+        held.check(NUM_PAGES)
+        transfer = service.transfers[ASKED.transfer_id]
+        assert await ended(transfer) == "completed"
+        lengths = [f.header.length for f in held.frames if f.header.type is FrameType.PAGE]
         assert transfer.num_page_bytes_sent == sum(lengths)
         if codec == "zstd":
-            assert max(lengths) < page_bytes / 100
+            assert max(lengths) < PAGE_BYTES / 100
         else:
-            assert lengths == [page_bytes] * NUM_PAGES  # the link does not push back
+            assert lengths == [PAGE_BYTES] * NUM_PAGES  # the link does not push back
 
 
 async def test_pages_that_do_not_shrink_go_as_they_are():
     noise = np.random.default_rng(0).bytes(1000)
-    async with channel() as (service, client):
-        await client.open(asked(codec="zstd"))
-        transfer = service.transfers[ASKED.transfer_id]
-        transfer._page_view = lambda _: memoryview(noise)
-        transfer.put_page(place(1))
-        page = bytearray(len(noise))
-        stream = client.stream(
-            ASKED.transfer_id, CAPABILITY, lambda _: memoryview(page), codec="zstd"
-        )
-        async with stream as frames:
-            frame = await frames.next_frame(5)
-            assert frame is not None
-            assert frame.header.codec is Codec.RAW
-        assert page == noise
+    async with channel(page_bytes=1000) as (service, client):
+        held = Pages(1000)
+        async with client.pull(asked(codec="zstd"), held) as pulling:
+            transfer = service.transfers[ASKED.transfer_id]
+            transfer._page_view = lambda _: memoryview(noise)
+            transfer.put_page(place(1))
+            transfer.finish(tokens_computed=0)
+            await finish(pulling)
+        assert held.frames[0].header.codec is Codec.RAW
+        assert held.pages[1] == noise
+
+
+class OneFrame:
+    """A FrameTaker that waits for one frame, or for what broke the stream."""
+
+    def __init__(self) -> None:
+        self.result: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+
+    def take(self, stream: RawStream, frame: Frame) -> None:
+        self.result.set_result(frame)
+
+    def broken(self, stream: RawStream, error: Exception) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
 
 
 async def take(data: bytes, page: bytearray, codecs: frozenset[Codec] = BOTH) -> None:
@@ -72,16 +82,13 @@ async def take(data: bytes, page: bytearray, codecs: frozenset[Codec] = BOTH) ->
     ours, theirs = socket.socketpair()
     with theirs:
         ours.setblocking(False)
-        theirs.sendall(data)
-        stream = FrameStream(
-            SocketPort(ours),
-            b"",
-            lambda _: memoryview(page),
-            PeerAddress("here", 1),
-            codecs=codecs,
-        )
+        stream, taker = RawStream(SocketPort(ours)), OneFrame()
+        attach = Attach(transfer_id="t" * 32, capability="c" * 32, stream=0)
         try:
-            assert await stream.next_frame(5) is not None
+            stream.attach(attach, taker, lambda _: memoryview(page), codecs=codecs)
+            stream.begin()
+            theirs.sendall(data)
+            await taker.result
         finally:
             stream.close()
 

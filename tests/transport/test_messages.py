@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.errors import ProtocolError
+from prfaas.transport.fields import parse_object
 from prfaas.transport.messages import (
     PeerStatus,
     TransferAccepted,
@@ -22,7 +23,6 @@ from prfaas.transport.messages import (
     encode_transfer_request,
     parse_accepted,
     parse_first_tokens,
-    parse_object,
     parse_status,
     parse_totals,
     parse_transfer_request,
@@ -72,6 +72,8 @@ def test_a_transfer_request_round_trips(request, want_logits, accept):
         request=request,
         have_tokens=len(request.prompt_tokens) - 1,
         want_logits=want_logits,
+        capability=ASKED.capability,
+        credit_bytes=ASKED.credit_bytes,
     )
     assert parse_transfer_request(encode_transfer_request(asked)) == asked
 
@@ -190,7 +192,7 @@ def test_a_damaged_first_token_is_refused(token):
 def test_small_messages_round_trip():
     totals = TransferTotals(num_pages=3, num_page_bytes=99, tokens_computed=7)
     assert parse_totals(encode_totals(totals)) == totals
-    accepted = TransferAccepted(hit_tokens=64, capability="ab12")
+    accepted = TransferAccepted(hit_tokens=64)
     assert parse_accepted(encode_accepted(accepted)) == accepted
     status = PeerStatus(
         identity=IDENTITY,

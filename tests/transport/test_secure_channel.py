@@ -8,17 +8,27 @@ import aiohttp
 import pytest
 import uvloop
 
-from prfaas.errors import ProtocolError, TransferError, UntrustedPeer
+from prfaas.errors import TransferError, UntrustedPeer
+from prfaas.transport.attach import Attach, encode_attach
 from prfaas.transport.auth import PeerSide
 from prfaas.transport.client import PeerClient
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.options import TransportOptions
-from prfaas.transport.seals import CHECKSUM
+from prfaas.transport.seals import CHECKSUM, MacSeal
 from prfaas.transport.security import ChannelSecurity, asker_security, peer_security
-from prfaas.transport.wire import FrameType
+from prfaas.transport.wire import FrameType, encode_frame
 from tests.transport.certificates import Certificates
-from tests.transport.channels import PAGE_BYTES, Pages, Service, channel, place
-from tests.transport.samples import ASKED, CAPABILITY, IDENTITY, asked
+from tests.transport.channels import (
+    Pages,
+    Service,
+    channel,
+    ended,
+    finish,
+    place,
+    pull_all,
+    warm,
+)
+from tests.transport.samples import ASKED, IDENTITY, asked
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 KEY = ClusterKey(b"k" * 16)
@@ -59,24 +69,21 @@ def asker_tls(files: Certificates, signer: Certificates | None = None) -> ssl.SS
 
 
 async def transfer_all(service: Service, client: PeerClient) -> None:
-    """Run a whole transfer whose pages, frames and ACK must arrive."""
+    """Run transfers whose pages, frames and ACK must arrive, over streams that are used again."""
     assert await client.handshake(IDENTITY) == service.status()
-    accepted = await client.open(ASKED)
-    transfer, held = service.transfers[ASKED.transfer_id], Pages()
-    for block in range(NUM_PAGES):
-        transfer.put_page(place(block))
-    transfer.put_urgent(FrameType.ERROR, b"urgent")
-    transfer.finish(tokens_computed=3)
-    kinds = []
-    async with client.stream(ASKED.transfer_id, accepted.capability, held.resolve) as stream:
-        while (frame := await stream.next_frame(5)) is not None:
-            kinds.append(frame.header.type)
-            if frame.header.type is FrameType.END:
-                await stream.acknowledge(1)
-    await transfer.detached()
-    assert transfer.outcome == "completed"
-    assert kinds == [FrameType.ERROR, *[FrameType.PAGE] * NUM_PAGES, FrameType.END]
-    assert held.pages == {b: bytearray([b]) * PAGE_BYTES for b in range(NUM_PAGES)}
+    await warm(client)
+    for number in range(3):
+        held, request = Pages(), asked(transfer_id=f"{number:032d}")
+        async with client.pull(request, held) as pulling:
+            transfer = service.transfers[request.transfer_id]
+            for block in range(NUM_PAGES):
+                transfer.put_page(place(block))
+            transfer.put_urgent(FrameType.LOGITS, b"urgent")
+            transfer.finish(tokens_computed=3)
+            await finish(pulling)
+        assert await ended(transfer) == "completed"
+        assert held.kinds.count(FrameType.LOGITS) == 1
+        held.check(NUM_PAGES)
 
 
 @pytest.mark.parametrize("with_key", [False, True])
@@ -119,8 +126,7 @@ async def test_an_asker_without_the_key_gets_nothing():
         with pytest.raises(UntrustedPeer):
             await client.open(ASKED)
         with pytest.raises(TransferError, match="401"):
-            async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve):
-                raise AssertionError("a stream for a stranger")
+            await client.dial()
         assert service.asked is None
 
 
@@ -132,7 +138,7 @@ async def test_a_stranger_cannot_cancel():
             assert answer.status == 401
         assert service.transfers[ASKED.transfer_id].outcome is None
         await client.cancel(ASKED.transfer_id)
-        assert ASKED.transfer_id not in service.transfers
+        assert service.transfers[ASKED.transfer_id].outcome == "cancelled"
 
 
 async def test_a_request_that_is_sent_again_is_refused():
@@ -180,12 +186,40 @@ async def test_a_reply_that_the_peer_did_not_sign_does_not_count(monkeypatch):
 async def test_frames_without_a_mac_are_refused_where_there_must_be_one(monkeypatch):
     monkeypatch.setattr("prfaas.transport.server._seals", lambda *_: (CHECKSUM, CHECKSUM))
     async with channel(gate=gate(), asker=ChannelSecurity(cluster_key=KEY)) as (service, client):
+        await client.handshake(IDENTITY)
+        service.num_pages = 2
+        held = Pages()
+        with pytest.raises(TransferError):
+            await pull_all(client, held)
+        assert not held.frames
+
+
+async def test_an_attach_that_was_changed_on_the_way_attaches_nothing(monkeypatch):
+    async with channel(gate=gate(), asker=ChannelSecurity(cluster_key=KEY)) as (service, client):
         await client.open(ASKED)
-        service.transfers[ASKED.transfer_id].put_page(place(1))
-        service.transfers[ASKED.transfer_id].put_page(place(2))
-        with pytest.raises(ProtocolError):
-            async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve) as stream:
-                await stream.next_frame(5)
+        stream = await client.dial()
+        other = ClusterKey(b"o" * 16)
+        stream._our_seal = MacSeal(other)
+        assert stream.say(FrameType.ATTACH, b"{}")
+        while stream.is_open:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        assert service.transfers[ASKED.transfer_id].outcome is None
+
+
+async def test_what_was_said_on_one_stream_means_nothing_on_another():
+    """A recorded ATTACH, played back on a stream of its own, is of another key."""
+    async with channel(gate=gate(), asker=ChannelSecurity(cluster_key=KEY)) as (service, client):
+        service.num_pages = 1
+        await client.open(ASKED)
+        first, second = await client.dial(), await client.dial()
+        attach = Attach(transfer_id=ASKED.transfer_id, capability=ASKED.capability, stream=0)
+        second.port.send_now(
+            [encode_frame(FrameType.ATTACH, encode_attach(attach), first._our_seal)]
+        )
+        while second.is_open:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        first.close()
+        assert service.num_bytes_sent == 0
 
 
 async def test_a_certificate_of_a_stranger_is_refused(files, strangers):
@@ -194,8 +228,7 @@ async def test_a_certificate_of_a_stranger_is_refused(files, strangers):
         with pytest.raises(TransferError, match="certificate"):
             await client.handshake(IDENTITY)
         with pytest.raises(TransferError, match="certificate"):
-            async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve):
-                raise AssertionError("connected to a stranger")
+            await client.dial()
         assert service.asked is None
 
 
@@ -225,22 +258,17 @@ async def test_plain_text_is_refused_by_a_port_that_speaks_tls(files):
 
 async def test_a_receiver_over_tls_that_does_not_read_loses_its_lease(files):
     asker = ChannelSecurity(tls=asker_tls(files))
-    async with channel(0.2, tls=peer_tls(files), asker=asker) as (service, client):
-        await client.open(ASKED)
-        transfer = service.transfers[ASKED.transfer_id]
-        for block in range(60):
-            transfer.put_page(place(block))
-        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve):
-            await transfer.detached()
-        assert transfer.outcome == "expired"
+    async with channel(0.3, tls=peer_tls(files), asker=asker) as (service, client):
+        service.num_pages = 200
+        async with client.pull(ASKED, Pages()) as pulling:
+            for stream in pulling._carriers:
+                stream.port.pause()
+            assert await ended(service.transfers[ASKED.transfer_id]) == "expired"
 
 
-async def test_leaving_a_stream_over_tls_cancels_the_transfer(files):
+async def test_a_stream_over_tls_that_is_left_is_noticed(files):
     asker = ChannelSecurity(tls=asker_tls(files))
-    async with channel(tls=peer_tls(files), asker=asker) as (service, client):
-        await client.open(ASKED)
-        transfer = service.transfers[ASKED.transfer_id]
-        async with client.stream(ASKED.transfer_id, CAPABILITY, Pages().resolve):
+    async with channel(0.8, tls=peer_tls(files), asker=asker) as (service, client):
+        async with client.pull(ASKED, Pages()):
             pass
-        await transfer.detached()
-        assert transfer.outcome in {"cancelled", "broken"}
+        assert await ended(service.transfers[ASKED.transfer_id]) == "expired"
