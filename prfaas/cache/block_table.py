@@ -280,6 +280,11 @@ class BlockTable:
             after_tokens=after_tokens,
         )
 
+    def let_go_of(self, group: int, block: int) -> None:
+        """Hold a committed block no more; it stays cached while there is room. Nobody may be reading it."""
+        with self._pool.lock:
+            self._pool.let_go(self._held[group].pop(block))
+
     def drop_private(self, group: int) -> None:
         """Let go of the group's blocks that were never committed; nobody may be reading them."""
         with self._pool.lock:

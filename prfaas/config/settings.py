@@ -289,6 +289,11 @@ SETTINGS: tuple[Setting, ...] = (
         roles=_PD,
     ),
     _setting(
+        "transport.transfer_snapshot_tokens",
+        "auto, 0 or N: a transfer that breaks leaves a prefix at a multiple of N tokens.",
+        roles=_PD,
+    ),
+    _setting(
         "transport.tcp_congestion",
         "Congestion control of the KV channel's connections, as the kernel names it. Default: its own.",
     ),

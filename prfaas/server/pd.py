@@ -25,6 +25,7 @@ from prfaas.server.generation import RunningGeneration
 from prfaas.server.node import NodeLoad, Progress
 from prfaas.server.node_load import node_load
 from prfaas.server.peer import Peer
+from prfaas.server.places import snapshot_interval
 from prfaas.server.prefix_finder import PrefixFinder
 from prfaas.server.remote_prefill import RemotePrefiller
 from prfaas.server.transfer_metrics import TransferMetrics
@@ -295,6 +296,7 @@ def load_pd_node(config: NodeConfig, metrics: TransferMetrics, progress: Progres
     from prfaas.server.load_parts import load_parts  # slow to import
 
     parts = load_parts(config, progress)
+    snapshot_interval(config.transport.transfer_snapshot_tokens, parts.cache.layout)  # or refuse
     return PdNode(
         identity=parts.identity,
         cache=parts.cache,

@@ -196,6 +196,8 @@ class PrefillNode:
         prompt = asked.request.prompt_tokens
         if asked.have_tokens % self._identity.block_tokens:
             raise BadRequest(f"have_tokens = {asked.have_tokens} is not a whole number of blocks")
+        if asked.snapshot_tokens % self._identity.block_tokens:
+            raise BadRequest(f"snapshot_tokens = {asked.snapshot_tokens} is no multiple of a block")
         num_bytes = self._cache.layout.bytes_needed(len(prompt), asked.have_tokens)
         if asked.credit_bytes < num_bytes:
             raise BadRequest(f"a credit of {asked.credit_bytes} bytes for {num_bytes} bytes of KV")
@@ -236,6 +238,7 @@ class PrefillNode:
                     sink=job,
                     prefill_only=True,
                     return_logits=asked.want_logits,
+                    snapshot_tokens=asked.snapshot_tokens,
                 )
             )
         except EngineError as error:

@@ -4,10 +4,11 @@ import asyncio
 from collections import deque
 
 from prfaas.cache.block_table import BlockTable
-from prfaas.cache.spec import CacheLayout, bytes_of_page, missing_blocks
+from prfaas.cache.spec import CacheLayout, bytes_of_page
 from prfaas.engine.submission import EngineLoad, FirstLogits
 from prfaas.errors import EngineError, PrfaasError
 from prfaas.server.engine_thread import EngineStream, EngineThread
+from prfaas.server.places import places_of_snapshots, places_to_send
 from prfaas.server.pull import kv_numbers
 from prfaas.transport.messages import TransferRequest, encode_first_tokens
 from prfaas.transport.outgoing import OutgoingTransfer, PagePlace
@@ -16,25 +17,6 @@ from prfaas.transport.wire import FrameType, encode_progress
 from prfaas.types import RequestEnded, TokenEvent
 
 PROGRESS_INTERVAL_S = 0.5
-
-
-def places_to_send(layout: CacheLayout, num_tokens: int, have_tokens: int) -> list[PagePlace]:
-    """Return every page that a receiver lacks who holds a prefix hit of `have_tokens`.
-
-    Both sides compute this list; what a hit pins at the receiver does not travel.
-    """
-    block_tokens = layout.block_tokens
-    return [
-        PagePlace(
-            group=group,
-            index=index,
-            block=block,
-            num_tokens=min(block_tokens, num_tokens - block * block_tokens),
-        )
-        for group, spec in enumerate(layout.groups)
-        for block in missing_blocks(spec, num_tokens, have_tokens, block_tokens)
-        for index in range(spec.pages_per_block)
-    ]
 
 
 def tokens_ahead(load: EngineLoad, *, num_tokens: int, tokens_done: int, hit_tokens: int) -> int:
@@ -71,6 +53,10 @@ class PrefillJob:
         self._loop = asyncio.get_running_loop()
         num_tokens = len(asked.request.prompt_tokens)
         self._unsent = set(places_to_send(layout, num_tokens, asked.have_tokens))
+        self._unsent_snapshots = set(
+            places_of_snapshots(layout, num_tokens, asked.have_tokens, asked.snapshot_tokens)
+        )
+        """Not waited for at the end: those without room, or behind our own hit, are never made."""
         self._ready: deque[PagePlace] = deque()
         self._is_waking = False
         self._queue_hit()
@@ -83,9 +69,10 @@ class PrefillJob:
 
     def _queue(self, place: PagePlace) -> None:
         # A preempted prompt is computed again, and its pages come again: once is enough.
-        if place in self._unsent:
-            self._unsent.remove(place)
-            self.transfer.put_page(place)
+        for unsent in (self._unsent, self._unsent_snapshots):
+            if place in unsent:
+                unsent.remove(place)
+                self.transfer.put_page(place)
 
     def _page_view(self, place: PagePlace) -> memoryview:
         pages = self._table.pages(place.group, place.block)

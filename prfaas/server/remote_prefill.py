@@ -18,6 +18,7 @@ from prfaas.scheduler.monitor import TransferMonitor
 from prfaas.scheduler.router import Outcome
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.peer import Peer
+from prfaas.server.places import bytes_of_places, places_of_snapshots, snapshot_interval
 from prfaas.server.pull import Pull, kv_numbers
 from prfaas.server.reception import Reception, RemoteAttempt
 from prfaas.server.transfer_metrics import TransferMetrics
@@ -49,6 +50,7 @@ class RemotePrefiller:
         self._options = options
         self._metrics = metrics
         self._clock = clock
+        self._snapshot_tokens = snapshot_interval(options.transfer_snapshot_tokens, layout)
         self._spawn = spawn
         """Starts a background task of the node: to cancel at the peer when we must not wait."""
 
@@ -95,6 +97,8 @@ class RemotePrefiller:
     async def _run(self, attempt: RemoteAttempt, generation: RunningGeneration) -> None:
         started_s = self._clock()
         num_tokens, have_tokens = len(attempt.request.prompt_tokens), attempt.table.hit_tokens
+        every = self._snapshot_tokens
+        snapshots = places_of_snapshots(self._layout, num_tokens, have_tokens, every)
         asked = TransferRequest(
             transfer_id=attempt.transfer_id,
             identity=self._identity,
@@ -104,13 +108,16 @@ class RemotePrefiller:
             want_logits=attempt.want_logits,
             codec=self._options.kv_codec,
             capability=secrets.token_hex(CAPABILITY_BYTES),
-            credit_bytes=self._layout.bytes_needed(num_tokens, have_tokens),
+            credit_bytes=self._layout.bytes_needed(num_tokens, have_tokens)
+            + bytes_of_places(self._layout, snapshots),
+            snapshot_tokens=every if snapshots else 0,
         )
         pull = Pull(
             layout=self._layout,
             table=attempt.table,
             num_tokens=num_tokens,
             have_tokens=have_tokens,
+            snapshot_tokens=asked.snapshot_tokens,
         )
         reception = Reception(pull, attempt, generation, self._vocab_size)
         numbers = kv_numbers(self._layout, self._identity)

@@ -63,6 +63,8 @@ class TransferRequest:
     """Drawn by the asker; whoever attaches a stream must show it."""
     credit_bytes: int
     """Page bytes, as they are decoded, that the asker has reserved room for; no more may be sent."""
+    snapshot_tokens: int = 0
+    """Windows and states are wanted at its multiples, too, so that a broken transfer leaves a prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,7 @@ def encode_transfer_request(asked: TransferRequest) -> bytes:
             "codec": asked.codec,
             "capability": asked.capability,
             "credit_bytes": asked.credit_bytes,
+            "snapshot_tokens": asked.snapshot_tokens,
         }
     )
 
@@ -143,6 +146,7 @@ def parse_transfer_request(data: bytes) -> TransferRequest:
         codec=_codec(value),
         capability=capability_of(value),
         credit_bytes=count_of(value, "credit_bytes", 0, 1 << 62),
+        snapshot_tokens=count_of(value, "snapshot_tokens", 0, MAX_TOKEN_ID),
     )
 
 

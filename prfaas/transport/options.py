@@ -37,3 +37,6 @@ class TransportOptions:
     """Congestion control of the streams' connections; None leaves the system's."""
     egress_limit_bytes_per_s: float | None = None
     """A prefill node sends KV no faster, over all transfers."""
+    transfer_snapshot_tokens: str = "auto"
+    """Windows and states are sent at the multiples of so many tokens, too; 0: only at the prompt's end. auto:
+    as often as adds a tenth to the bytes of full attention."""

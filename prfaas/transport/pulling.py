@@ -19,6 +19,8 @@ from prfaas.transport.wire import DamagedFrame, Frame, FrameType
 
 MAX_FUTILE_LOSSES = 8
 """Streams lost one after the other without a frame between."""
+REDIAL_S = 2.0
+"""How long is tried to reach a peer again, at most; a local prefill is faster than much patience."""
 FIRST_PAUSE_S = 0.02
 TICK_FRACTION = 0.125
 """Of the stall timeout: how often is looked whether something stalls."""
@@ -117,7 +119,7 @@ class Pulling:
 
     async def _recover(self) -> None:
         """Tell the peer what was lost: over a spare stream, one that still works, or a new one."""
-        deadline_s = self._heard_s + self._stall_timeout_s
+        deadline_s = self._heard_s + min(self._stall_timeout_s, REDIAL_S)
         pause_s = FIRST_PAUSE_S
         while self._incoming.has_losses and self._failure is None:
             if self._num_futile > MAX_FUTILE_LOSSES:

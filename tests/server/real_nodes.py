@@ -48,6 +48,8 @@ def config(
     max_context_tokens: int = CONTEXT_TOKENS,
     numerics: Numerics = "grid",
     kv_codec: CodecName = "raw",
+    streams: int = 4,
+    transfer_snapshot_tokens: str = "auto",
 ) -> NodeConfig:
     return NodeConfig(
         model=ModelOptions(model=str(model)),
@@ -60,7 +62,14 @@ def config(
             max_context_tokens=max_context_tokens,
             numerics=numerics,
         ),
-        transport=replace(TRANSPORT, peer=peer, accept_numerics=accept_numerics, kv_codec=kv_codec),
+        transport=replace(
+            TRANSPORT,
+            peer=peer,
+            accept_numerics=accept_numerics,
+            kv_codec=kv_codec,
+            streams=streams,
+            transfer_snapshot_tokens=transfer_snapshot_tokens,
+        ),
     )
 
 

@@ -73,7 +73,8 @@ async def test_a_transfer_that_breaks_leaves_the_longest_state_with_all_its_kv(
 ):
     """Of the last layer only the state at the end is behind 95 percent of the stream."""
     model = models("bamba")
-    async with real_nodes(model, model, **SETTINGS) as nodes:
+    settings = SETTINGS | {"streams": 1, "transfer_snapshot_tokens": "0"}
+    async with real_nodes(model, model, **settings) as nodes:
         tokens = verify_tokens(nodes.pd.tokenizer.encode, 200)
         expected, _ = await ask(nodes, tokens, "local", b"local")
         answer, record = await ask(nodes, tokens, "remote", b"whole")
@@ -87,6 +88,43 @@ async def test_a_transfer_that_breaks_leaves_the_longest_state_with_all_its_kv(
             200 - salvaged_tokens,
         )
         nodes.relay.fault = None
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "gemma3"])
+@pytest.mark.parametrize("percent", [60, 80])
+async def test_a_transfer_that_breaks_leaves_its_last_snapshot(family, percent, models):
+    """Without snapshots on the way only the prompt's end would do, which has not come."""
+    model = models(family)
+    salvaged = {}
+    for every in ("0", "64"):
+        settings = SETTINGS | {"streams": 2, "transfer_snapshot_tokens": every}
+        async with real_nodes(model, model, **settings) as nodes:
+            tokens = verify_tokens(nodes.pd.tokenizer.encode, 400)
+            expected, _ = await ask(nodes, tokens, "local", b"local")
+            answer, record = await ask(nodes, tokens, "remote", b"whole")
+            assert (answer, record.route) == (expected, "remote")
+            nodes.relay.fault = Fault(nodes.relay.stream_bytes * percent // 100, "gone")
+            answer, record = await ask(nodes, tokens, "remote", b"broken")
+            assert (answer, record.route) == (expected, "local")
+            assert record.tokens_remote + record.tokens_local == 400
+            salvaged[every] = record.tokens_remote
+            nodes.relay.fault = None
+    assert salvaged["0"] == 0
+    assert salvaged["64"] >= 128
+    assert salvaged["64"] % 64 == 0
+
+
+async def test_snapshots_on_the_way_change_no_answer_and_serve_other_prompts(models):
+    model = models("kimi_linear")
+    settings = SETTINGS | {"transfer_snapshot_tokens": "64"}
+    async with real_nodes(model, model, **settings) as nodes:
+        tokens = verify_tokens(nodes.pd.tokenizer.encode, 400)
+        expected, _ = await ask(nodes, tokens, "local", b"local")
+        answer, record = await ask(nodes, tokens, "remote", b"whole")
+        assert (answer, record.route) == (expected, "remote")
+        other = (*tokens[:200], *tokens[100:200])
+        _, record = await ask(nodes, other, "local", b"whole")
+        assert record.tokens_reused == 192
 
 
 def test_blocks_off_the_chunk_grid_are_refused_before_anything_is_served(models):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prfaas.cache.block_table import BlockTable
 from prfaas.cache.prefix import PrefixCache
 from prfaas.errors import ProtocolError
-from prfaas.server.prefill_job import places_to_send
+from prfaas.server.places import places_to_send
 from prfaas.server.pull import Pull
 from prfaas.transport.outgoing import PagePlace
 from prfaas.transport.wire import Frame, FrameHeader, FrameType
