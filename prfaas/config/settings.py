@@ -289,6 +289,11 @@ SETTINGS: tuple[Setting, ...] = (
         roles=_PD,
     ),
     _setting(
+        "transport.kv_channel",
+        "stream: raw connections to the peer, HTTP where a proxy lets none through. http: always HTTP.",
+        roles=_PD,
+    ),
+    _setting(
         "transport.transfer_snapshot_tokens",
         "auto, 0 or N: a transfer that breaks leaves a prefix at a multiple of N tokens.",
         roles=_PD,

@@ -70,7 +70,7 @@ class Peer:
     async def run(self) -> None:
         """Shake hands and keep streams open until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.client.streams.keep())
+            tasks.create_task(self.client.run())
             tasks.create_task(self._keep_shaking_hands())
 
     async def _keep_shaking_hands(self) -> None:

@@ -47,19 +47,6 @@ def parse_attach(data: bytes) -> Attach:
     )
 
 
-def parse_resumes(text: str) -> tuple[tuple[int, int], ...]:
-    """Return the resumes in "stream:frames,stream:frames", or raise ProtocolError."""
-    pairs = [part.split(":") for part in text.split(",") if part]
-    if not all(len(pair) == 2 and all(n.isascii() and n.isdigit() for n in pair) for pair in pairs):
-        raise ProtocolError("resumes are not stream:frames, comma-separated")
-    return tuple(_resume([int(n[:20]) for n in pair]) for pair in pairs)
-
-
-def format_resumes(resumes: tuple[tuple[int, int], ...]) -> str:
-    """Return what `parse_resumes` reads."""
-    return ",".join(f"{stream}:{num_frames}" for stream, num_frames in resumes)
-
-
 def _resume(item: Any) -> tuple[int, int]:
     if not isinstance(item, list) or len(item) != 2:
         raise ProtocolError("field resumes has an item that is no pair")

@@ -6,10 +6,12 @@ every request is signed by a session, and no success counts that the peer has no
 """
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 import aiohttp
 
@@ -24,9 +26,10 @@ from prfaas.errors import (
 from prfaas.transport.address import PeerAddress, as_transfer_errors
 from prfaas.transport.auth import AskerSide, Hello, Session, encode_hello, is_same
 from prfaas.transport.cluster_key import ClusterKey
-from prfaas.transport.dialing import connect, upgrade
+from prfaas.transport.dialing import UpgradeRefused, connect, upgrade
 from prfaas.transport.fields import dump, parse_object
 from prfaas.transport.handshake import Identity
+from prfaas.transport.http_port import HttpPort
 from prfaas.transport.incoming import FrameConsumer
 from prfaas.transport.kv_numbers import KvNumbers
 from prfaas.transport.messages import (
@@ -55,6 +58,11 @@ PROOF_HEADER = "Prfaas-Proof"
 HELLO_PATH = "/kv/v1/hello"
 SESSION_PATH = "/kv/v1/session"
 STREAM_PATH = "/kv/v1/stream"
+FRAMES_PATH = "/kv/v1/frames"
+ATTACH_HEADER = "Prfaas-Attach"
+"""An ATTACH frame in base64: it comes back as the frames of its transfer."""
+UNUPGRADED_STATUSES = frozenset({200, 400, 404, 405, 426, 501})
+"""What is answered to an upgrade where a proxy took the wish for one away, or does not know it."""
 
 
 class PeerClient:
@@ -78,7 +86,14 @@ class PeerClient:
             auto_decompress=False,
         )
         self._trust = _Trust()
-        self.streams = WarmStreams(self.dial, options.streams)
+        self._uses_http = options.kv_channel == "http"
+        self._tasks: asyncio.TaskGroup | None = None
+        self.streams = WarmStreams(self._dial_raw, 0 if self._uses_http else options.streams)
+
+    async def run(self) -> None:
+        """Keep streams open until cancelled."""
+        async with asyncio.TaskGroup() as self._tasks:
+            await self.streams.keep()
 
     async def close(self) -> None:
         """Close the connections that are kept, for control requests and for streams."""
@@ -143,7 +158,37 @@ class PeerClient:
         await self._post(path, dump({"capability": asked.capability}), asked.identity)
 
     async def dial(self) -> RawStream:
-        """Return a new raw stream. Raises TransferError, UpgradeRefused where HTTP alone gets through."""
+        """Return a new stream: a raw one, or where only HTTP gets through an HTTP answer to be.
+
+        Raises TransferError. Once an upgrade was answered as if nobody had asked for one, HTTP is used.
+        """
+        if not self._uses_http:
+            try:
+                return await self._dial_raw()
+            except UpgradeRefused:
+                if not self._uses_http:
+                    raise
+        stream_id = secrets.token_hex(16)
+        peer_seal, our_seal = self._seals(stream_id)
+        port = HttpPort(lambda attach: self._fetch(stream_id, attach), self._spawn)
+        return RawStream(port, peer_seal=peer_seal, our_seal=our_seal)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        assert self._tasks is not None, "not run"
+        return self._tasks.create_task(work)
+
+    @contextlib.asynccontextmanager
+    async def _fetch(self, stream_id: str, attach: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        encoded = base64.b64encode(attach).decode()
+        _, headers = self._trust.sign("GET", FRAMES_PATH, f"{stream_id} {encoded}".encode())
+        headers |= {STREAM_HEADER: stream_id, ATTACH_HEADER: encoded}
+        async with self._session.get(FRAMES_PATH, headers=headers) as response:
+            if response.status != 200:
+                refusal = _refusal(response, await _read_bounded(response), self.address)
+                raise refusal if isinstance(refusal, TransferError) else TransferError(str(refusal))
+            yield response
+
+    async def _dial_raw(self) -> RawStream:
         with as_transfer_errors(self.address):
             async with asyncio.timeout(self._options.connect_timeout_s):
                 port = await connect(self.address, self._security.tls, self._options.tcp_congestion)
@@ -156,6 +201,12 @@ class PeerClient:
                 async with asyncio.timeout(self._options.stall_timeout_s):
                     rest = await upgrade(port, self.address, STREAM_PATH, headers)
             return RawStream(port, rest, peer_seal=peer_seal, our_seal=our_seal)
+        except UpgradeRefused as error:
+            port.close()
+            if error.status in UNUPGRADED_STATUSES:
+                self._uses_http = True
+                self.streams.num_idle = 0
+            raise
         except BaseException:
             port.close()
             raise

@@ -24,7 +24,15 @@ KEEPALIVE_PROBES = 3
 
 
 class UpgradeRefused(TransferError):
-    """The peer, or a proxy before it, speaks HTTP and opens no raw stream."""
+    """The peer, or a proxy before it, speaks HTTP and opens no raw stream.
+
+    Attributes:
+        status: of the answer.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def tune(sock: socket.socket) -> None:
@@ -118,5 +126,9 @@ async def upgrade(
     head_text, _, rest = bytes(head).partition(b"\r\n\r\n")
     status_line = head_text.partition(b"\r\n")[0]
     if not status_line.startswith(b"HTTP/1.1 101 "):
-        raise UpgradeRefused(f"upgrade refused: {status_line[:64].decode('ascii', 'replace')!r}")
+        line = status_line[:64].decode("ascii", "replace")
+        status = line[9:12]
+        if not line.startswith("HTTP/1.") or not (status.isascii() and status.isdigit()):
+            raise ProtocolError(f"no answer of HTTP to the upgrade: {line!r}")
+        raise UpgradeRefused(f"upgrade refused: {line!r}", int(status))
     return rest

@@ -40,3 +40,5 @@ class TransportOptions:
     transfer_snapshot_tokens: str = "auto"
     """Windows and states are sent at the multiples of so many tokens, too; 0: only at the prompt's end. auto:
     as often as adds a tenth to the bytes of full attention."""
+    kv_channel: Literal["stream", "http"] = "stream"
+    """stream: raw connections, or HTTP by itself where an upgrade does not get through; http: always HTTP."""

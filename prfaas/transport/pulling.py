@@ -170,12 +170,14 @@ class Pulling:
             self._streams.settled(stream)
             return
         self._seen.pop(stream, None)
+        self._news.set()
+        if self._incoming.is_over(number):
+            return  # all that it had to bring is here
         self._incoming.lose(number)
         self._num_lost += 1
         self._num_futile += 1
         if isinstance(error, ProtocolError) and not isinstance(error, DamagedFrame):
             self._failure = self._failure or error  # it would come again
-        self._news.set()
 
     # ------------------------------------------------------------ whoever runs it
 

@@ -3,13 +3,16 @@
 POST   /kv/v1/hello, /kv/v1/session   prove that we both have the cluster key (see auth)
 POST   /kv/v1/handshake               who are you, and how busy
 GET    /kv/v1/stream                  Upgrade: prfaas-kv, then ATTACH and frames, again and again
+GET    /kv/v1/frames                  the same frames of one transfer as a chunked body
 POST   /kv/v1/transfers               compute this prompt and keep its KV for me
 POST   /kv/v1/transfers/{id}/ack      everything is verified, and no stream is left to say so
 DELETE /kv/v1/transfers/{id}          I no longer want it
 """
 
 import asyncio
+import base64
 import secrets
+from collections.abc import Callable
 from typing import Protocol
 
 from aiohttp import web
@@ -19,11 +22,15 @@ from prfaas.errors import (
     IncompatiblePeer,
     Overloaded,
     ProtocolError,
+    TransferError,
     UntrustedPeer,
 )
+from prfaas.transport.attach import parse_attach
 from prfaas.transport.auth import Caller, PeerSide, is_same
 from prfaas.transport.client import (
+    ATTACH_HEADER,
     AUTH_HEADER,
+    FRAMES_PATH,
     HELLO_PATH,
     PROOF_HEADER,
     SESSION_PATH,
@@ -35,6 +42,7 @@ from prfaas.transport.expected import ATTACH_WAIT_S, ExpectedTransfers
 from prfaas.transport.fields import dump, parse_object
 from prfaas.transport.flow import EgressBudget
 from prfaas.transport.handshake import parse_identity
+from prfaas.transport.http_sending import send_frames
 from prfaas.transport.messages import (
     PeerStatus,
     TransferAccepted,
@@ -47,6 +55,7 @@ from prfaas.transport.messages import (
 from prfaas.transport.outgoing import OutgoingTransfer
 from prfaas.transport.seals import CHECKSUM, FrameSeal, MacSeal
 from prfaas.transport.sending import SendingStream, take_port
+from prfaas.transport.wire import FrameDecoder, FrameType, refuse_pages
 
 BODY_TIMEOUT_S = 30.0
 MAX_PROOF_BYTES = 64 << 10
@@ -116,6 +125,7 @@ class KvChannel:
             web.post(SESSION_PATH, self.session),
             web.post("/kv/v1/handshake", self.handshake),
             web.get(STREAM_PATH, self.stream, allow_head=False),
+            web.get(FRAMES_PATH, self.frames, allow_head=False),
             web.post("/kv/v1/transfers", self.open),
             web.post(f"{transfer}/ack", self.acknowledge),
             web.delete(transfer, self.cancel),
@@ -236,6 +246,42 @@ class KvChannel:
             await self._serve(request, transport, _seals(request, stream_id, caller))
         return web.Response()  # goes nowhere: the connection is closed
 
+    async def frames(self, request: web.Request) -> web.StreamResponse:
+        """Send the frames of the transfer that an ATTACH frame in a header names."""
+        stream_id = request.headers.get(STREAM_HEADER, "")
+        encoded = request.headers.get(ATTACH_HEADER, "")
+        try:
+            signed = f"{stream_id} {encoded}".encode("utf-8", "surrogateescape")
+            caller = self._caller(request, signed)
+            ours, askers = _seals(request, stream_id, caller)
+            attach = parse_attach(_frame_in(encoded, askers))
+            transfer = await self._expected.find(attach)
+            lane = transfer.attach(attach, ours)
+        except UntrustedPeer as error:
+            return _refusal(error)
+        except ProtocolError as error:
+            return _refuse(409, str(error))
+        except TransferError as error:
+            return _refuse(404, str(error))
+        response = web.StreamResponse(headers={"X-Accel-Buffering": "no"})
+        response.content_type = "application/octet-stream"
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        # A transfer that ends otherwise must not wait for an asker that does not read.
+        abort = _aborting(request, transfer)
+        transfer.on_end.add(abort)
+        try:
+            await send_frames(
+                response,
+                transfer,
+                lane,
+                budget=self._budget,
+                count_sent=self._service.count_sent,
+            )
+        finally:
+            transfer.on_end.discard(abort)
+        return response
+
     async def _serve(
         self,
         request: web.Request,
@@ -277,6 +323,32 @@ def _seals(
         MacSeal(caller.session.frame_key(stream_id, "peer")),
         MacSeal(caller.session.frame_key(stream_id, "asker")),
     )
+
+
+def _frame_in(encoded: str, seal: FrameSeal) -> bytes:
+    """Return the payload of the ATTACH frame in a header, or raise ProtocolError."""
+    decoder = FrameDecoder(allowed=frozenset({FrameType.ATTACH}), resolve=refuse_pages, seal=seal)
+    try:
+        data = memoryview(base64.b64decode(encoded, validate=True))
+    except ValueError as error:
+        raise ProtocolError(f"header {ATTACH_HEADER} is not base64") from error
+    while data:
+        target = decoder.buffer()
+        num_bytes = min(len(target), len(data))
+        target[:num_bytes] = data[:num_bytes]
+        data = data[num_bytes:]
+        frame = decoder.received(num_bytes)
+        if frame is not None and not data:
+            return frame.payload
+    raise ProtocolError(f"header {ATTACH_HEADER} is not one ATTACH frame")
+
+
+def _aborting(request: web.Request, transfer: OutgoingTransfer) -> Callable[[], None]:
+    def abort() -> None:
+        if transfer.outcome not in (None, "completed") and request.transport is not None:
+            request.transport.abort()
+
+    return abort
 
 
 def _now_s() -> float:

@@ -125,7 +125,7 @@ async def channel(
         client = PeerClient(
             PeerAddress("127.0.0.1", port), replace(OPTIONS, **options), security=asker
         )
-        keeping = tasks.create_task(client.streams.keep())
+        keeping = tasks.create_task(client.run())
         try:
             async with asyncio.timeout(30):
                 yield service, client

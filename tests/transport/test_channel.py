@@ -390,7 +390,7 @@ async def test_a_peer_that_talks_nonsense_is_a_transfer_error(answer):
 
 
 @pytest.mark.parametrize(
-    "answer", [b"", b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 20_000, b"HTTP/1.1 101 Switching"]
+    "answer", [b"", b"HTTP/1.1 503 Busy\r\n\r\n", b"x" * 20_000, b"HTTP/1.1 101 Switching"]
 )
 async def test_a_peer_that_does_not_upgrade_is_a_transfer_error(answer):
     async with fake_peer(answer) as client:
