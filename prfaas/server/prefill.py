@@ -29,6 +29,8 @@ from prfaas.transport.auth import PeerSide
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.flow import EgressBudget
 from prfaas.transport.handshake import Identity, check_compatible
+from prfaas.transport.measure_routes import MeasureRoutes
+from prfaas.transport.measuring import Measurements
 from prfaas.transport.messages import PeerStatus, TransferAccepted, TransferRequest
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.outgoing import OutgoingTransfer
@@ -80,6 +82,7 @@ class PrefillNode:
             budget=self._budget,
             congestion=options.tcp_congestion,
         )
+        self._measurements = Measurements(identity.kv_dtype, on_ended=self._budget.done)
         self._tasks: asyncio.TaskGroup | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._is_draining = False
@@ -104,7 +107,8 @@ class PrefillNode:
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of the KV channel."""
-        return self._channel.routes()
+        measuring = MeasureRoutes(self._channel, self._measurements)
+        return [*self._channel.routes(), *measuring.routes()]
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start the engine thread; transfers run in `tasks`."""
@@ -122,6 +126,7 @@ class PrefillNode:
         for transfer in self._transfers.values():
             if transfer is not None:
                 transfer.close("stopped")
+        self._measurements.close()
         self._channel.close()
         if self._running:
             await asyncio.wait(self._running)
@@ -144,7 +149,8 @@ class PrefillNode:
 
     def transfer(self, transfer_id: str) -> OutgoingTransfer | None:
         """Return a transfer that streams can be attached to, or None."""
-        return self._transfers.get(transfer_id)
+        transfer = self._transfers.get(transfer_id)
+        return self._measurements.transfer(transfer_id) if transfer is None else transfer
 
     def cancel(self, transfer_id: str) -> bool:
         """End a transfer, even one that is only being opened; False if unknown.
@@ -152,6 +158,8 @@ class PrefillNode:
         An unknown one is remembered: its `open` may be on its way over another connection, and
         whoever sent it has left.
         """
+        if self._measurements.cancel(transfer_id):
+            return True
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
             transfer.close("cancelled")
