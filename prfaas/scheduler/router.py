@@ -256,6 +256,10 @@ class Router:
             retry_at_s=old.retry_at_s if is_ready else _later(old, now_s),
         )
 
+    def measured(self, peer: str, *, rtt_s: float | None) -> None:
+        """Take note of the round trip to a peer; None is unknown."""
+        self._peers[peer] = replace(self._peers[peer], rtt_s=known_rate(rtt_s))
+
     def unreachable(self, peer: str, *, now_s: float) -> None:
         """Take note that the peer did not answer."""
         old = self._peers[peer]

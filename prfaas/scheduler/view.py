@@ -22,6 +22,8 @@ class PeerView:
     prefill_tokens_per_s: float | None = None
     link_bytes_per_s: float | None = None
     """What our transfers from it have reached, a moving average each."""
+    rtt_s: float | None = None
+    """Of the KV connections to it, while some are open."""
     reported_tokens_per_s: float | None = None
     """Its own word on its prefill rate; stands in until a transfer has shown one."""
     num_queue_tokens: int = 0
@@ -66,7 +68,7 @@ class PeerView:
         """Return the predicted seconds to the first token; None while the rates are unknown.
 
         The queue is what it reported or what we have in flight there, whichever is more. KV is
-        sent as it is computed, so the slower of the two counts.
+        sent as it is computed, so the slower of the two counts; the request costs a round trip.
         """
         rate = known_rate(self.prefill_tokens_per_s) or known_rate(self.reported_tokens_per_s)
         if rate is None:
@@ -74,7 +76,8 @@ class PeerView:
         queue_tokens = max(self.num_queue_tokens, self.num_inflight_tokens, 0)
         link_rate = known_rate(self.link_bytes_per_s)
         transfer_s = 0.0 if link_rate is None else num_kv_bytes / link_rate
-        return queue_tokens / rate + max(num_tokens / rate, transfer_s)
+        work_s = queue_tokens / rate + max(num_tokens / rate, transfer_s)
+        return work_s + (self.rtt_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from prfaas.server.cache_metrics import Family, cache_families
+from prfaas.server.link_metrics import link_families
 from prfaas.server.node import NodeLoad, PageState
 from prfaas.types import RequestRecord
 
@@ -64,6 +65,7 @@ class _LoadCollector(Collector):
         """Yield the families without samples: registering must not read the node."""
         yield from _load_families().values()
         yield from cache_families(NodeLoad())
+        yield from link_families(NodeLoad())
 
     def collect(self) -> Iterator[Family]:
         """Yield the families as the node is now."""
@@ -78,8 +80,10 @@ class _LoadCollector(Collector):
             for peer, is_usable in load.peers_usable.items():
                 families["peers"].add_metric([peer], is_usable)
             yield from cache_families(load)
+            yield from link_families(load)
         else:
             yield from cache_families(NodeLoad())
+            yield from link_families(NodeLoad())
         yield from families.values()
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from prfaas.text.chat_template import ChatTemplate
     from prfaas.text.tokenizer import Tokenizer
     from prfaas.transport.handshake import Identity
+    from prfaas.transport.link_state import LinkView
     from prfaas.types import Request, RequestRecord, RouteName, TokenEvent
 
 PageState = Literal["free", "referenced", "cached", "transfer"]
@@ -43,6 +44,8 @@ class NodeLoad:
     pages: Mapping[PageState, int] = field(default_factory=dict)
     peers_usable: Mapping[str, bool] = field(default_factory=dict)
     """Peer address -> whether the router would send a prefill there now."""
+    links: Mapping[str, LinkView] = field(default_factory=dict)
+    """Node at the other end -> its link, while KV streams to it are open."""
     lookups: LookupCounts | None = None
     """What the prefix cache found."""
     num_evictions: int = 0

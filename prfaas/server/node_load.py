@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from prfaas.cache.prefix import PrefixCache
 from prfaas.server.engine_thread import EngineThread
 from prfaas.server.node import NodeLoad
+from prfaas.transport.link_state import LinkView
 
 
 def node_load(
@@ -13,6 +14,7 @@ def node_load(
     *,
     num_transfers: int,
     peers_usable: Mapping[str, bool] | None = None,
+    links: Mapping[str, LinkView] | None = None,
 ) -> NodeLoad:
     """Return one look at both; the page states add up to all pages."""
     load, counts = engine.load(), cache.counts()
@@ -27,6 +29,7 @@ def node_load(
             "transfer": counts.num_transfer,
         },
         peers_usable=peers_usable or {},
+        links=links or {},
         lookups=counts.lookups,
         num_evictions=counts.num_evictions,
         turns=load.turns,

@@ -118,6 +118,7 @@ class PdNode:
             self._cache,
             num_transfers=0 if peer is None else self._router.peer(peer.name).num_inflight,
             peers_usable={} if peer is None else {peer.name: peer.is_usable},
+            links={} if peer is None else peer.links.views,
         )
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:

@@ -11,6 +11,7 @@ from prfaas.clock import Clock
 from prfaas.errors import IncompatiblePeer, Overloaded, TransferError, UntrustedPeer
 from prfaas.log import get_logger
 from prfaas.scheduler.router import Router
+from prfaas.server.links import Links
 from prfaas.transport.address import PeerAddress
 from prfaas.transport.client import PeerClient
 from prfaas.transport.handshake import Identity, check_compatible
@@ -47,6 +48,9 @@ class Peer:
         another matter."""
         self.numerics_fingerprint = identity.numerics_fingerprint
         """Of the last handshake that fitted; ours before it."""
+        self.links = Links(
+            lambda: ((self.name, port) for port in self.client.open_ports()), clock=clock
+        )
         self._identity = identity
         self._accept_approximate = options.accept_numerics == "approximate"
         self._router = router
@@ -71,6 +75,7 @@ class Peer:
         """Shake hands and keep streams open until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.client.run())
+            tasks.create_task(self.links.run(self._tell_router))
             tasks.create_task(self._keep_shaking_hands())
 
     async def _keep_shaking_hands(self) -> None:
@@ -89,6 +94,11 @@ class Peer:
                     await self._doubted.wait()
             except TimeoutError:
                 continue
+
+    def _tell_router(self) -> None:
+        view = self.links.views.get(self.name)
+        if view is not None:
+            self._router.measured(self.name, rtt_s=view.rtt_s)
 
     async def close(self) -> None:
         """Close the connections to the peer."""

@@ -20,6 +20,7 @@ from prfaas.engine.submission import Submission
 from prfaas.errors import BadRequest, EngineError, Overloaded
 from prfaas.log import get_logger
 from prfaas.server.engine_thread import EngineStream, EngineThread, StepEngine
+from prfaas.server.links import Links
 from prfaas.server.node import NodeLoad, Progress
 from prfaas.server.node_load import node_load
 from prfaas.server.prefill_job import PrefillJob
@@ -29,8 +30,6 @@ from prfaas.transport.auth import PeerSide
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.flow import EgressBudget
 from prfaas.transport.handshake import Identity, check_compatible
-from prfaas.transport.measure_routes import MeasureRoutes
-from prfaas.transport.measuring import Measurements
 from prfaas.transport.messages import PeerStatus, TransferAccepted, TransferRequest
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.outgoing import OutgoingTransfer
@@ -82,7 +81,12 @@ class PrefillNode:
             budget=self._budget,
             congestion=options.tcp_congestion,
         )
-        self._measurements = Measurements(identity.kv_dtype, on_ended=self._budget.done)
+        self._links = Links(
+            self._channel.open_ports,
+            clock=clock,
+            egress_limit_bytes_per_s=options.egress_limit_bytes_per_s,
+        )
+        self._sampling: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._is_draining = False
@@ -103,16 +107,21 @@ class PrefillNode:
 
     def load(self) -> NodeLoad:
         """Return how busy the node is."""
-        return node_load(self._engine, self._cache, num_transfers=len(self._transfers))
+        return node_load(
+            self._engine,
+            self._cache,
+            num_transfers=len(self._transfers),
+            links=self._links.views,
+        )
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of the KV channel."""
-        measuring = MeasureRoutes(self._channel, self._measurements)
-        return [*self._channel.routes(), *measuring.routes()]
+        return self._channel.routes()
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start the engine thread; transfers run in `tasks`."""
         self._tasks = tasks
+        self._sampling = tasks.create_task(self._links.run())
         self._engine.start()
 
     def drain(self) -> None:
@@ -126,7 +135,8 @@ class PrefillNode:
         for transfer in self._transfers.values():
             if transfer is not None:
                 transfer.close("stopped")
-        self._measurements.close()
+        if self._sampling is not None:
+            self._sampling.cancel()
         self._channel.close()
         if self._running:
             await asyncio.wait(self._running)
@@ -149,8 +159,7 @@ class PrefillNode:
 
     def transfer(self, transfer_id: str) -> OutgoingTransfer | None:
         """Return a transfer that streams can be attached to, or None."""
-        transfer = self._transfers.get(transfer_id)
-        return self._measurements.transfer(transfer_id) if transfer is None else transfer
+        return self._transfers.get(transfer_id)
 
     def cancel(self, transfer_id: str) -> bool:
         """End a transfer, even one that is only being opened; False if unknown.
@@ -158,8 +167,6 @@ class PrefillNode:
         An unknown one is remembered: its `open` may be on its way over another connection, and
         whoever sent it has left.
         """
-        if self._measurements.cancel(transfer_id):
-            return True
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
             transfer.close("cancelled")

@@ -32,12 +32,6 @@ from prfaas.transport.handshake import Identity
 from prfaas.transport.http_port import HttpPort
 from prfaas.transport.incoming import FrameConsumer
 from prfaas.transport.kv_numbers import KvNumbers
-from prfaas.transport.measuring import (
-    MeasureRequest,
-    SenderReport,
-    encode_measure_request,
-    parse_sender_report,
-)
 from prfaas.transport.messages import (
     PeerStatus,
     TransferAccepted,
@@ -47,7 +41,8 @@ from prfaas.transport.messages import (
     parse_status,
 )
 from prfaas.transport.options import TransportOptions
-from prfaas.transport.pulling import Pulled, Pulling
+from prfaas.transport.ports import StreamPort
+from prfaas.transport.pulling import Pulling
 from prfaas.transport.seals import CHECKSUM, FrameSeal, MacSeal
 from prfaas.transport.security import ChannelSecurity
 from prfaas.transport.stream import RawStream
@@ -64,7 +59,6 @@ PROOF_HEADER = "Prfaas-Proof"
 HELLO_PATH = "/kv/v1/hello"
 SESSION_PATH = "/kv/v1/session"
 STREAM_PATH = "/kv/v1/stream"
-MEASURE_PATH = "/kv/v1/measure"
 FRAMES_PATH = "/kv/v1/frames"
 ATTACH_HEADER = "Prfaas-Attach"
 """An ATTACH frame in base64: it comes back as the frames of its transfer."""
@@ -95,7 +89,12 @@ class PeerClient:
         self._trust = _Trust()
         self._uses_http = options.kv_channel == "http"
         self._tasks: asyncio.TaskGroup | None = None
+        self._raw_streams: list[RawStream] = []
         self.streams = WarmStreams(self._dial_raw, 0 if self._uses_http else options.streams)
+
+    def open_ports(self) -> list[StreamPort]:
+        """Return the connections of all raw streams, idle or not."""
+        return [stream.port for stream in self._raw_streams if stream.is_open]
 
     async def run(self) -> None:
         """Keep streams open until cancelled."""
@@ -144,40 +143,20 @@ class PeerClient:
         comes one round trip later. Leaving the block lets them go: a transfer that is not finished must
         be cancelled. Raises like `open`.
         """
-        with contextlib.closing(self._pulling(asked, consumer, numbers or KvNumbers())) as pulling:
-            pulling.attach_warm()
-            accepted = await self.open(asked)
-            with as_transfer_errors(self.address):
-                await pulling.begin(accepted)
-            yield pulling
-
-    def _pulling(self, asked: Pulled, consumer: FrameConsumer, numbers: KvNumbers) -> Pulling:
-        return Pulling(
+        pulling = Pulling(
             asked=asked,
             consumer=consumer,
             streams=self.streams,
             dial=self.dial,
             stall_timeout_s=self._options.stall_timeout_s,
-            numbers=numbers,
+            numbers=numbers or KvNumbers(),
         )
-
-    @contextlib.asynccontextmanager
-    async def measure(
-        self, asked: MeasureRequest, consumer: FrameConsumer, ours: Identity, *, numbers: KvNumbers
-    ) -> AsyncIterator[Pulling]:
-        """Like `pull`, for made-up pages; raises BadRequest's PromptRefused, Overloaded or TransferError."""
-        with contextlib.closing(self._pulling(asked, consumer, numbers)) as pulling:
+        with contextlib.closing(pulling):
             pulling.attach_warm()
-            reply = await self._post(MEASURE_PATH, encode_measure_request(asked), ours)
+            accepted = await self.open(asked)
             with as_transfer_errors(self.address):
-                await pulling.begin(parse_accepted(reply))
+                await pulling.begin(accepted)
             yield pulling
-
-    async def measured(self, asked: MeasureRequest, ours: Identity) -> SenderReport:
-        """Return what the peer's sockets saw of a measurement, the last that it served."""
-        path = f"{MEASURE_PATH}/{asked.transfer_id}"
-        body = dump({"capability": asked.capability})
-        return parse_sender_report(await self._post(path, body, ours))
 
     async def acknowledge(self, asked: TransferRequest) -> None:
         """Tell the peer by HTTP that everything is verified, where no stream is left to say so."""
@@ -227,7 +206,9 @@ class PeerClient:
             with as_transfer_errors(self.address):
                 async with asyncio.timeout(self._options.stall_timeout_s):
                     rest = await upgrade(port, self.address, STREAM_PATH, headers)
-            return RawStream(port, rest, peer_seal=peer_seal, our_seal=our_seal)
+            stream = RawStream(port, rest, peer_seal=peer_seal, our_seal=our_seal)
+            self._raw_streams = [s for s in self._raw_streams if s.is_open] + [stream]
+            return stream
         except UpgradeRefused as error:
             port.close()
             if error.status in UNUPGRADED_STATUSES:

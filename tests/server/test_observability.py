@@ -10,6 +10,7 @@ from prfaas.cache.store_types import RecordCounts, RecordStats
 from prfaas.engine.submission import TurnCounts
 from prfaas.server.metrics import Metrics
 from prfaas.server.node import NodeLoad
+from prfaas.transport.link_state import LinkState
 from prfaas.types import RequestRecord
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +59,11 @@ def exercised() -> Metrics:
     metrics.transfer_finished("sent", "completed")
     metrics.watch(
         lambda: NodeLoad(
-            peers_usable={"peer": True}, lookups=LookupCounts(), turns=TurnCounts(), store=STORE
+            links={"peer": LinkState().view()},
+            peers_usable={"peer": True},
+            lookups=LookupCounts(),
+            turns=TurnCounts(),
+            store=STORE,
         )
     )
     return metrics
