@@ -30,6 +30,8 @@ from prfaas.transport.auth import PeerSide
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.flow import EgressBudget
 from prfaas.transport.handshake import Identity, check_compatible
+from prfaas.transport.measure_routes import MeasureRoutes
+from prfaas.transport.measuring import Measurements
 from prfaas.transport.messages import PeerStatus, TransferAccepted, TransferRequest
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.outgoing import OutgoingTransfer
@@ -81,6 +83,7 @@ class PrefillNode:
             budget=self._budget,
             congestion=options.tcp_congestion,
         )
+        self._measurements = Measurements(identity.kv_dtype, on_ended=self._budget.done)
         self._links = Links(
             self._channel.open_ports,
             clock=clock,
@@ -116,7 +119,8 @@ class PrefillNode:
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of the KV channel."""
-        return self._channel.routes()
+        measuring = MeasureRoutes(self._channel, self._measurements)
+        return [*self._channel.routes(), *measuring.routes()]
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start the engine thread; transfers run in `tasks`."""
@@ -135,6 +139,7 @@ class PrefillNode:
         for transfer in self._transfers.values():
             if transfer is not None:
                 transfer.close("stopped")
+        self._measurements.close()
         if self._sampling is not None:
             self._sampling.cancel()
         self._channel.close()
@@ -159,7 +164,8 @@ class PrefillNode:
 
     def transfer(self, transfer_id: str) -> OutgoingTransfer | None:
         """Return a transfer that streams can be attached to, or None."""
-        return self._transfers.get(transfer_id)
+        transfer = self._transfers.get(transfer_id)
+        return self._measurements.transfer(transfer_id) if transfer is None else transfer
 
     def cancel(self, transfer_id: str) -> bool:
         """End a transfer, even one that is only being opened; False if unknown.
@@ -167,6 +173,8 @@ class PrefillNode:
         An unknown one is remembered: its `open` may be on its way over another connection, and
         whoever sent it has left.
         """
+        if self._measurements.cancel(transfer_id):
+            return True
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
             transfer.close("cancelled")

@@ -32,6 +32,12 @@ from prfaas.transport.handshake import Identity
 from prfaas.transport.http_port import HttpPort
 from prfaas.transport.incoming import FrameConsumer
 from prfaas.transport.kv_numbers import KvNumbers
+from prfaas.transport.measuring import (
+    MeasureRequest,
+    SenderReport,
+    encode_measure_request,
+    parse_sender_report,
+)
 from prfaas.transport.messages import (
     PeerStatus,
     TransferAccepted,
@@ -42,7 +48,7 @@ from prfaas.transport.messages import (
 )
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.ports import StreamPort
-from prfaas.transport.pulling import Pulling
+from prfaas.transport.pulling import Pulled, Pulling
 from prfaas.transport.seals import CHECKSUM, FrameSeal, MacSeal
 from prfaas.transport.security import ChannelSecurity
 from prfaas.transport.stream import RawStream
@@ -59,6 +65,7 @@ PROOF_HEADER = "Prfaas-Proof"
 HELLO_PATH = "/kv/v1/hello"
 SESSION_PATH = "/kv/v1/session"
 STREAM_PATH = "/kv/v1/stream"
+MEASURE_PATH = "/kv/v1/measure"
 FRAMES_PATH = "/kv/v1/frames"
 ATTACH_HEADER = "Prfaas-Attach"
 """An ATTACH frame in base64: it comes back as the frames of its transfer."""
@@ -143,20 +150,40 @@ class PeerClient:
         comes one round trip later. Leaving the block lets them go: a transfer that is not finished must
         be cancelled. Raises like `open`.
         """
-        pulling = Pulling(
-            asked=asked,
-            consumer=consumer,
-            streams=self.streams,
-            dial=self.dial,
-            stall_timeout_s=self._options.stall_timeout_s,
-            numbers=numbers or KvNumbers(),
-        )
-        with contextlib.closing(pulling):
+        with contextlib.closing(self._pulling(asked, consumer, numbers or KvNumbers())) as pulling:
             pulling.attach_warm()
             accepted = await self.open(asked)
             with as_transfer_errors(self.address):
                 await pulling.begin(accepted)
             yield pulling
+
+    def _pulling(self, asked: Pulled, consumer: FrameConsumer, numbers: KvNumbers) -> Pulling:
+        return Pulling(
+            asked=asked,
+            consumer=consumer,
+            streams=self.streams,
+            dial=self.dial,
+            stall_timeout_s=self._options.stall_timeout_s,
+            numbers=numbers,
+        )
+
+    @contextlib.asynccontextmanager
+    async def measure(
+        self, asked: MeasureRequest, consumer: FrameConsumer, ours: Identity, *, numbers: KvNumbers
+    ) -> AsyncIterator[Pulling]:
+        """Like `pull`, for made-up pages; raises BadRequest's PromptRefused, Overloaded or TransferError."""
+        with contextlib.closing(self._pulling(asked, consumer, numbers)) as pulling:
+            pulling.attach_warm()
+            reply = await self._post(MEASURE_PATH, encode_measure_request(asked), ours)
+            with as_transfer_errors(self.address):
+                await pulling.begin(parse_accepted(reply))
+            yield pulling
+
+    async def measured(self, asked: MeasureRequest, ours: Identity) -> SenderReport:
+        """Return what the peer's sockets saw of a measurement, the last that it served."""
+        path = f"{MEASURE_PATH}/{asked.transfer_id}"
+        body = dump({"capability": asked.capability})
+        return parse_sender_report(await self._post(path, body, ours))
 
     async def acknowledge(self, asked: TransferRequest) -> None:
         """Tell the peer by HTTP that everything is verified, where no stream is left to say so."""

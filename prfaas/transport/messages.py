@@ -143,7 +143,7 @@ def parse_transfer_request(data: bytes) -> TransferRequest:
         ),
         have_tokens=count_of(value, "have_tokens", 0, len(prompt_tokens) - 1),
         want_logits=typed(value, "want_logits", bool),
-        codec=_codec(value),
+        codec=codec_of(value),
         capability=capability_of(value),
         credit_bytes=count_of(value, "credit_bytes", 0, 1 << 62),
         snapshot_tokens=count_of(value, "snapshot_tokens", 0, MAX_TOKEN_ID),
@@ -155,7 +155,8 @@ def capability_of(value: dict[str, Any]) -> str:
     return name_of(value, "capability", 2 * CAPABILITY_BYTES)
 
 
-def _codec(value: dict[str, Any]) -> CodecName:
+def codec_of(value: dict[str, Any]) -> CodecName:
+    """Return the field codec."""
     asked = typed(value, "codec", str)
     for name in CODEC_NAMES:
         if name == asked:

@@ -6,13 +6,14 @@ Frames are taken by calls from the loop, straight from the sockets; whoever runs
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from prfaas.errors import ProtocolError, TransferError, TransferTimeout
 from prfaas.transport.attach import Attach, encode_attach
 from prfaas.transport.coding import CODECS
 from prfaas.transport.incoming import FrameConsumer, IncomingTransfer
 from prfaas.transport.kv_numbers import KvNumbers
-from prfaas.transport.messages import TransferAccepted, TransferRequest
+from prfaas.transport.messages import CodecName, TransferAccepted
 from prfaas.transport.stream import RawStream
 from prfaas.transport.warm_streams import WarmStreams
 from prfaas.transport.wire import DamagedFrame, Frame, FrameType
@@ -28,13 +29,32 @@ SILENT_FRACTION = 0.5
 """Of the stall timeout: a stream is given up that owes the last pages and is silent this long."""
 
 
+class Pulled(Protocol):
+    """What a transfer's streams must know of the request for it."""
+
+    @property
+    def transfer_id(self) -> str:
+        """Chosen by the asker."""
+        ...
+
+    @property
+    def capability(self) -> str:
+        """Shown by every stream."""
+        ...
+
+    @property
+    def codec(self) -> CodecName:
+        """How pages may come."""
+        ...
+
+
 class Pulling:
     """One transfer, from the first ATTACH to the ACK; `close` ends it in any state."""
 
     def __init__(
         self,
         *,
-        asked: TransferRequest,
+        asked: Pulled,
         consumer: FrameConsumer,
         streams: WarmStreams,
         dial: Callable[[], Awaitable[RawStream]],

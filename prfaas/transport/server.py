@@ -132,6 +132,10 @@ class KvChannel:
             web.delete(transfer, self.cancel),
         ]
 
+    def settle(self, transfer_id: str) -> None:
+        """Let go of streams that wait for a transfer: it was opened, or refused."""
+        self._expected.settle(transfer_id)
+
     def open_ports(self) -> list[tuple[str, StreamPort]]:
         """Return the connection of every stream with the host of its asker."""
         return [(stream.asker, stream.port) for stream in self.streams]
@@ -150,7 +154,7 @@ class KvChannel:
             body, gate = await _read_proof(request), self._required_gate()
             return _json(200, gate.challenge(body, nonce=secrets.token_hex(32), now_s=_now_s()))
         except (IncompatiblePeer, ProtocolError, UntrustedPeer, TimeoutError) as error:
-            return _refusal(error)
+            return refusal(error)
 
     async def session(self, request: web.Request) -> web.Response:
         """Open a session for an asker that has proven itself."""
@@ -158,7 +162,7 @@ class KvChannel:
             body, gate = await _read_proof(request), self._required_gate()
             gate.admit(body, now_s=_now_s())
         except (ProtocolError, UntrustedPeer, TimeoutError) as error:
-            return _refusal(error)
+            return refusal(error)
         return _json(200, b"{}")
 
     def _required_gate(self) -> PeerSide:
@@ -168,7 +172,7 @@ class KvChannel:
             )
         return self._gate
 
-    def _caller(self, request: web.Request, body: bytes) -> Caller | None:
+    def caller(self, request: web.Request, body: bytes) -> Caller | None:
         """Return who asks, None where anybody may; raises UntrustedPeer."""
         if self._gate is None:
             return None
@@ -182,24 +186,24 @@ class KvChannel:
     async def handshake(self, request: web.Request) -> web.Response:
         """Say who this node is and how busy."""
         try:
-            body = await _read(request)
-            caller = self._caller(request, body)
+            body = await read_body(request)
+            caller = self.caller(request, body)
             parse_identity(parse_object(body).get("identity"))
         except (ProtocolError, UntrustedPeer, TimeoutError) as error:
-            return _refusal(error)
-        return _proven(200, encode_status(self._service.status()), caller)
+            return refusal(error)
+        return proven(200, encode_status(self._service.status()), caller)
 
     async def open(self, request: web.Request) -> web.Response:
         """Open a transfer; streams that were attached to it before begin to send."""
         try:
-            body = await _read(request)
-            caller = self._caller(request, body)
+            body = await read_body(request)
+            caller = self.caller(request, body)
             asked = parse_transfer_request(body)
             try:
                 accepted = await self._service.open(asked)
             finally:
                 self._expected.settle(asked.transfer_id)
-            return _proven(201, encode_accepted(accepted), caller)
+            return proven(201, encode_accepted(accepted), caller)
         except (
             BadRequest,
             IncompatiblePeer,
@@ -208,43 +212,43 @@ class KvChannel:
             TimeoutError,
             UntrustedPeer,
         ) as error:
-            return _refusal(error)
+            return refusal(error)
 
     async def acknowledge(self, request: web.Request) -> web.Response:
         """End a transfer whose every frame is verified."""
         try:
-            body = await _read(request)
-            caller = self._caller(request, body)
+            body = await read_body(request)
+            caller = self.caller(request, body)
             capability = capability_of(parse_object(body))
         except (ProtocolError, TimeoutError, UntrustedPeer) as error:
-            return _refusal(error)
+            return refusal(error)
         transfer = self._service.transfer(request.match_info["transfer_id"])
         if transfer is None:
-            return _refuse(404, "no such transfer")
+            return refuse(404, "no such transfer")
         if not is_same(transfer.capability, capability):
-            return _refuse(403, "the transfer was promised to somebody else")
+            return refuse(403, "the transfer was promised to somebody else")
         transfer.acknowledge()
-        return _proven(200, b"{}", caller)
+        return proven(200, b"{}", caller)
 
     async def cancel(self, request: web.Request) -> web.Response:
         """Drop a transfer."""
         try:
-            self._caller(request, b"")
+            self.caller(request, b"")
         except UntrustedPeer as error:
-            return _refusal(error)
+            return refusal(error)
         if self._service.cancel(request.match_info["transfer_id"]):
             return web.Response(status=204)
-        return _refuse(404, "no such transfer")
+        return refuse(404, "no such transfer")
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """Make a raw stream of the connection, and serve transfers over it."""
         if request.headers.get("Upgrade", "").lower() != UPGRADE:
-            return _refuse(426, f"this resource needs Upgrade: {UPGRADE}", {"Upgrade": UPGRADE})
+            return refuse(426, f"this resource needs Upgrade: {UPGRADE}", {"Upgrade": UPGRADE})
         stream_id = request.headers.get(STREAM_HEADER, "")
         try:
-            caller = self._caller(request, stream_id.encode("utf-8", "surrogateescape"))
+            caller = self.caller(request, stream_id.encode("utf-8", "surrogateescape"))
         except UntrustedPeer as error:
-            return _refusal(error)
+            return refusal(error)
         transport = request.transport
         if transport is not None and not transport.get_write_buffer_size():
             # else gone, or pipelined behind an answer that is not sent yet
@@ -257,17 +261,17 @@ class KvChannel:
         encoded = request.headers.get(ATTACH_HEADER, "")
         try:
             signed = f"{stream_id} {encoded}".encode("utf-8", "surrogateescape")
-            caller = self._caller(request, signed)
+            caller = self.caller(request, signed)
             ours, askers = _seals(request, stream_id, caller)
             attach = parse_attach(_frame_in(encoded, askers))
             transfer = await self._expected.find(attach)
             lane = transfer.attach(attach, ours)
         except UntrustedPeer as error:
-            return _refusal(error)
+            return refusal(error)
         except ProtocolError as error:
-            return _refuse(409, str(error))
+            return refuse(409, str(error))
         except TransferError as error:
-            return _refuse(404, str(error))
+            return refuse(404, str(error))
         response = web.StreamResponse(headers={"X-Accel-Buffering": "no"})
         response.content_type = "application/octet-stream"
         response.enable_chunked_encoding()
@@ -360,7 +364,8 @@ def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def _read(request: web.Request) -> bytes:
+async def read_body(request: web.Request) -> bytes:
+    """Return a request's body; TimeoutError if it does not come."""
     async with asyncio.timeout(BODY_TIMEOUT_S):
         return await request.read()
 
@@ -369,10 +374,10 @@ async def _read_proof(request: web.Request) -> bytes:
     num_bytes = request.content_length
     if num_bytes is None or num_bytes > MAX_PROOF_BYTES:
         raise ProtocolError(f"a body of {num_bytes} bytes, limit {MAX_PROOF_BYTES}")
-    return await _read(request)
+    return await read_body(request)
 
 
-def _refusal(
+def refusal(
     error: BadRequest
     | IncompatiblePeer
     | Overloaded
@@ -380,22 +385,23 @@ def _refusal(
     | TimeoutError
     | UntrustedPeer,
 ) -> web.Response:
+    """Return the answer to a request that failed."""
     match error:
         case UntrustedPeer():
-            return _refuse(401, str(error), {"WWW-Authenticate": AUTH_HEADER})
+            return refuse(401, str(error), {"WWW-Authenticate": AUTH_HEADER})
         case IncompatiblePeer():
-            return _refuse(409, str(error))
+            return refuse(409, str(error))
         case ProtocolError():
-            return _refuse(400, str(error))
+            return refuse(400, str(error))
         case BadRequest():
-            return _refuse(422, str(error))  # 400 is for messages that we do not understand
+            return refuse(422, str(error))  # 400 is for messages that we do not understand
         case Overloaded():
-            return _refuse(503, str(error), {"Retry-After": f"{error.retry_after_s:g}"})
+            return refuse(503, str(error), {"Retry-After": f"{error.retry_after_s:g}"})
         case TimeoutError():
-            return _refuse(408, f"no whole body within {BODY_TIMEOUT_S} s")
+            return refuse(408, f"no whole body within {BODY_TIMEOUT_S} s")
 
 
-def _proven(status: int, body: bytes, caller: Caller | None) -> web.Response:
+def proven(status: int, body: bytes, caller: Caller | None) -> web.Response:
     """Return a success, signed for whoever has proven themselves."""
     if caller is None:
         return _json(status, body)
@@ -408,7 +414,8 @@ def _json(status: int, body: bytes, headers: dict[str, str] | None = None) -> we
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
-def _refuse(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+def refuse(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    """Return an answer that says no."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": message, "type": kind, "param": None, "code": None}
     return _json(status, dump({"error": error}), headers)

@@ -140,6 +140,17 @@ def set_congestion(sock: socket.socket, name: str) -> None:
         raise ConfigError(_refusal(name, error)) from error
 
 
+def read_congestion(sock: socket.socket) -> str:
+    """Return the name of a TCP socket's congestion control; empty where nobody says."""
+    if sys.platform != "linux" or sock.fileno() < 0:
+        return ""
+    try:
+        raw = sock.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, 16)
+    except OSError:
+        return ""
+    return raw.rstrip(b"\0").decode("ascii", "replace")
+
+
 def check_congestion(name: str) -> None:
     """Raise ConfigError unless sockets of this process can have this congestion control."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
