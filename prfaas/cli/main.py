@@ -3,6 +3,7 @@
 import click
 
 from prfaas import __version__
+from prfaas.cli.bench import bench
 from prfaas.cli.cache import cache
 from prfaas.cli.chat import chat
 from prfaas.cli.failures import FailingGroup
@@ -22,5 +23,5 @@ def main() -> None:
     """Serve LLMs with prefill as a service: long prompts are prefilled by another node."""
 
 
-for command in (serve, model, plan, verify, chat, cache):
+for command in (serve, model, plan, verify, chat, cache, bench):
     main.add_command(command)

@@ -22,10 +22,12 @@ _METAVARS = {
 }
 
 
-def node_options(sections: Collection[str] | None = None) -> Callable[[Command], Command]:
+def node_options(
+    sections: Collection[str] | None = None, *, names: Collection[str] | None = None
+) -> Callable[[Command], Command]:
     """Return a decorator that adds `--config` and a flag for each setting that is no secret.
 
-    `sections` limits the flags to those of a pd node in these sections. The values arrive as typed,
+    `sections` limits the flags to those of a pd node in these sections, `names` to these of them. The values arrive as typed,
     None if absent: `config_from` merges and checks them, so that a flag, a variable and a line of
     TOML are refused in the same words.
     """
@@ -33,6 +35,7 @@ def node_options(sections: Collection[str] | None = None) -> Callable[[Command],
     def add(command: Command) -> Command:
         for setting in reversed(SETTINGS):
             is_wanted = sections is None or (setting.section in sections and "pd" in setting.roles)
+            is_wanted = is_wanted and (names is None or setting.name in names)
             if setting.flag is not None and is_wanted:
                 command = _option(setting, setting.flag)(command)
         return click.option(

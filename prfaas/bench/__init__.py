@@ -1,0 +1,1 @@
+"""Measures what is between two nodes, and what it is worth."""
