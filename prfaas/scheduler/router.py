@@ -33,6 +33,7 @@ Reason = Literal[
     "peer_stuck",
     "transfer_failed",
     "slower_than_local",
+    "peer_lacks_prefix",
 ]
 REASONS: frozenset[Reason] = frozenset(get_args(Reason))
 """Every reason a route can have; a metric label, so the set is closed."""
@@ -48,6 +49,7 @@ Outcome = Literal[
     "peer_stuck",
     "transfer_failed",
     "slower_than_local",
+    "peer_lacks_prefix",
 ]
 """How a remote route ended; all but the first two make the prefill local, for that reason."""
 
@@ -283,7 +285,7 @@ def _after(
 ) -> PeerView:
     """Return the peer's view after one transfer's end."""
     match outcome:
-        case "cancelled" | "pool_full" | "prompt_refused":
+        case "cancelled" | "pool_full" | "prompt_refused" | "peer_lacks_prefix":
             return peer
         case "completed":
             state: PeerState = "incompatible" if peer.state == "incompatible" else "ready"

@@ -70,14 +70,24 @@ class PeerView:
         The queue is what it reported or what we have in flight there, whichever is more. KV is
         sent as it is computed, so the slower of the two counts; the request costs a round trip.
         """
-        rate = known_rate(self.prefill_tokens_per_s) or known_rate(self.reported_tokens_per_s)
-        if rate is None:
+        rate, work_s = self._rate, self.work_s(num_tokens=num_tokens, num_kv_bytes=num_kv_bytes)
+        if rate is None or work_s is None:
             return None
         queue_tokens = max(self.num_queue_tokens, self.num_inflight_tokens, 0)
+        return queue_tokens / rate + work_s
+
+    def work_s(self, *, num_tokens: int, num_kv_bytes: int) -> float | None:
+        """Return the same without any queue: the least that it can take."""
+        rate = self._rate
+        if rate is None:
+            return None
         link_rate = known_rate(self.link_bytes_per_s)
         transfer_s = 0.0 if link_rate is None else num_kv_bytes / link_rate
-        work_s = queue_tokens / rate + max(num_tokens / rate, transfer_s)
-        return work_s + (self.rtt_s or 0.0)
+        return max(num_tokens / rate, transfer_s) + (self.rtt_s or 0.0)
+
+    @property
+    def _rate(self) -> float | None:
+        return known_rate(self.prefill_tokens_per_s) or known_rate(self.reported_tokens_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

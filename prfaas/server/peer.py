@@ -63,6 +63,11 @@ class Peer:
         """A long prompt could be sent there now."""
         return self._router.is_usable(self.name, self._clock())
 
+    def work_s(self, *, num_tokens: int, num_kv_bytes: int) -> float | None:
+        """Return the least that a prefill there can take, from now to its first token; None is unknown."""
+        view = self._router.peer(self.name)
+        return view.work_s(num_tokens=num_tokens, num_kv_bytes=num_kv_bytes)
+
     def doubt(self) -> None:
         """Shake hands at once: a transfer found something wrong."""
         self._doubted.set()

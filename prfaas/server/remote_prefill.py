@@ -27,6 +27,11 @@ from prfaas.transport.messages import CAPABILITY_BYTES, TransferRequest
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.pulling import Pulling
 
+PEER_IS_WELL: frozenset[Outcome] = frozenset(
+    {"peer_overloaded", "prompt_refused", "slower_than_local", "peer_lacks_prefix"}
+)
+"""What ends an attempt and is no sign that something is wrong with the peer."""
+
 
 class RemotePrefiller:
     """Runs attempts at one peer."""
@@ -72,6 +77,8 @@ class RemotePrefiller:
             self._fail(attempt, "peer_incompatible", error)
         except _TooSlow as error:
             self._fail(attempt, "slower_than_local", error)
+        except _LacksPrefix as error:
+            self._fail(attempt, "peer_lacks_prefix", error)
         except TransferTimeout as error:
             self._fail(attempt, "peer_stuck", error)
         except TransferError as error:
@@ -91,7 +98,7 @@ class RemotePrefiller:
         self, attempt: RemoteAttempt, outcome: Outcome, error: TransferError | Overloaded
     ) -> None:
         attempt.outcome, attempt.detail = outcome, str(error)
-        if outcome not in ("peer_overloaded", "prompt_refused", "slower_than_local"):
+        if outcome not in PEER_IS_WELL:
             self._peer.doubt()
 
     async def _run(self, attempt: RemoteAttempt, generation: RunningGeneration) -> None:
@@ -123,12 +130,28 @@ class RemotePrefiller:
         numbers = kv_numbers(self._layout, self._identity)
         try:
             async with self._peer.client.pull(asked, reception, numbers=numbers) as pulling:
+                self._compare_prefixes(attempt)
                 await self._receive(pulling, reception, attempt, generation, started_s)
                 if pulling.is_finished and not pulling.acknowledge():
                     self._spawn(self._acknowledge(asked))
         finally:
             if not reception.is_done:
                 self._spawn(self._cancel_at_peer(attempt.transfer_id))
+
+    def _compare_prefixes(self, attempt: RemoteAttempt) -> None:
+        """Raise _LacksPrefix if a peer that must compute what is here needs longer than we for the rest."""
+        num_tokens, have_tokens = len(attempt.request.prompt_tokens), attempt.table.hit_tokens
+        if attempt.peer_hit_tokens >= have_tokens or attempt.local_estimate_s is None:
+            return
+        work_s = self._peer.work_s(
+            num_tokens=num_tokens - attempt.peer_hit_tokens,
+            num_kv_bytes=self._layout.bytes_needed(num_tokens, have_tokens),
+        )
+        if work_s is not None and work_s > attempt.local_estimate_s:
+            raise _LacksPrefix(
+                f"it has {attempt.peer_hit_tokens} of our {have_tokens} tokens and needs {work_s:.1f} s, "
+                f"we {attempt.local_estimate_s:.1f} s"
+            )
 
     async def _acknowledge(self, asked: TransferRequest) -> None:
         try:
@@ -202,6 +225,10 @@ class RemotePrefiller:
                 )
             case "wait":
                 return
+
+
+class _LacksPrefix(TransferError):
+    """The peer would compute again what is cached here."""
 
 
 class _TooSlow(TransferError):

@@ -38,6 +38,7 @@ OUTCOMES = [
     "peer_stuck",
     "transfer_failed",
     "slower_than_local",
+    "peer_lacks_prefix",
 ]
 
 

@@ -111,6 +111,27 @@ async def test_a_transfer_that_would_end_after_a_local_prefill_is_given_up_unles
         assert asked_for.record.route == "remote"
 
 
+async def test_a_peer_that_lacks_our_prefix_is_not_made_to_compute_it_where_that_takes_longer():
+    async with fleet() as nodes:
+        peer = nodes.pd.peer
+        assert peer is not None
+        nodes.prefill_engine.prefill_tokens_per_s = 50.0
+        nodes.pd_engine.prefill_tokens_per_s = 1e4
+        await nodes.ask(request(30, salt=b"other"), "remote")  # loads are as of the last step
+        await nodes.ask(request(600), "local")
+        peer.doubt()
+        await until(lambda: peer.work_s(num_tokens=100, num_kv_bytes=0) is not None)
+        longer = request(700)
+        answer = await nodes.ask(longer)
+        assert answer.record.route == "local"
+        assert answer.record.reason.startswith("peer_lacks_prefix: it has 0 of our 600 ")
+        assert answer.record.tokens_reused >= 500
+        assert peer.is_usable
+        assert answer.tokens == (await nodes.ask_locally(longer)).tokens
+        asked_for = await nodes.ask(request(720), "remote")
+        assert asked_for.record.route == "remote"
+
+
 async def test_what_arrived_whole_before_a_cut_is_reused_on_a_dense_model():
     async with fleet(layout=DENSE) as nodes:
         length = await stream_length(nodes)
