@@ -169,7 +169,12 @@ class BlockTable:
             if entry.key is not None or block >= len(self._keys):
                 return
             worth = self._worth(group, block)
-            current = self._pool.publish(entry, (group, self._keys[block]), worth=worth)
+            current = self._pool.publish(
+                entry,
+                (group, self._keys[block]),
+                worth=worth,
+                before=self._keys[block - 1] if block else None,
+            )
             if current is entry:
                 if self._tier is not None:
                     self._tier.write_behind(entry, self._tenant)

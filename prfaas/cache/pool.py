@@ -40,7 +40,9 @@ class Entry:
     is_kept: bool = False
     """A lower tier has it, or will."""
     key: PageKey | None = None
-    """Set once, when published: from then on the bytes are whole and never change."""
+    """Set once, when published: from then on the bytes are whole and never change. None once evicted."""
+    before: "Entry | None" = None
+    """The entry of the block before it, as it was when this was published: a way to walk a prompt."""
     worth: float = 1.0
     """Tokens that it saves per MiB; see `policy.worth_of`."""
     place: Run | None = None
@@ -167,10 +169,16 @@ class PagePool:
         """Return whether it was published and is among the latest evicted. Needs the lock."""
         return key in self._gone
 
-    def hold(self, entries: Sequence[Entry]) -> None:
-        """Add a reference to each published entry; they are of one group. Needs the lock."""
+    def hold(self, entries: Sequence[Entry]) -> bool:
+        """Add a reference to each published entry; they are of one group. Needs the lock.
+
+        Returns whether a lower tier has all of them.
+        """
         num_idle = 0
+        are_kept = True
         for entry in entries:
+            if not entry.is_kept:
+                are_kept = False
             if entry.num_refs:
                 entry.num_refs += 1
             else:
@@ -178,6 +186,7 @@ class PagePool:
                 num_idle += 1
         if num_idle:
             self._num_cached -= num_idle * len(entries[0].pages)
+        return are_kept
 
     def has_room(self, num_pages: int) -> bool:
         """Return whether so many pages are free or can be. Needs the lock."""
@@ -205,11 +214,14 @@ class PagePool:
             self._num_transfer += num_pages
         return entries
 
-    def publish(self, entry: Entry, key: PageKey, *, worth: float = 1.0) -> Entry:
+    def publish(
+        self, entry: Entry, key: PageKey, *, worth: float = 1.0, before: bytes | None = None
+    ) -> Entry:
         """Return the entry that `key` names from now on, referenced by the caller.
 
         Either `entry` itself, or the one that was published first: then the caller has a reference
-        to each, and lets `entry` go when nobody reads it. Needs the lock.
+        to each, and lets `entry` go when nobody reads it. `before` is the key of the prompt's block
+        before this one. Needs the lock.
         """
         assert entry.key is None, "published twice"
         group, block_key = key
@@ -221,6 +233,8 @@ class PagePool:
             entry.is_transfer = False
             self._num_transfer -= len(entry.pages)
         entry.key, entry.worth, entry.was_gone = key, worth, key in self._gone
+        if before is not None:
+            entry.before = self._index[group].get(before)
         self._index[group][block_key] = entry
         self._gone.pop(key, None)
         self._order.use([entry], self._level(worth))
@@ -288,13 +302,14 @@ class PagePool:
         while entry.num_refs:  # it takes a new place when it is let go
             entry = self._order.pop()
         assert entry.key is not None
-        group, block_key = entry.key
+        group, block_key = key = entry.key
         del self._index[group][block_key]
-        self._gone[entry.key] = None
+        self._gone[key] = None
         if len(self._gone) > MAX_GONE:
             self._gone.popitem(last=False)
         self._num_cached -= len(entry.pages)
         self._num_evictions += 1
+        entry.key = entry.before = None
         self._free_pages(entry)
         if group in self._supporting:
             for other in self._supported:

@@ -5,7 +5,6 @@ The pool's lock is held for each call's bookkeeping only; keys are hashed and pa
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import cast
 
 from prfaas.cache.block_table import BlockTable
@@ -109,9 +108,8 @@ class PrefixCache:
             ram = InRam(self.pool, keys[:limit])
             presence = ram if tier is None else InRamOrOnDisk(ram, tier.store)
             num_blocks = self._longest(limit, presence)
-            ram_blocks = num_blocks
-            if tier is not None and not self._is_held(ram, num_blocks):
-                ram_blocks = self._longest(limit, ram)
+            ram_blocks = self._longest(limit, ram)
+            if tier is not None and ram_blocks < num_blocks:
                 promotion = tier.try_promote(
                     ram,
                     num_blocks,
@@ -140,13 +138,6 @@ class PrefixCache:
             return hit
         return shared_blocks(self.layout.groups, limit, presence)
 
-    def _is_held(self, ram: InRam, num_blocks: int) -> bool:
-        """Return whether RAM has all that a hit of so many blocks pins."""
-        return all(
-            all(ram.some(group, blocks))
-            for group, blocks in enumerate(pinned_blocks(self.layout, num_blocks))
-        )
-
     def _table(
         self,
         keys: Sequence[bytes],
@@ -159,9 +150,11 @@ class PrefixCache:
         held = []
         for group, blocks in enumerate(pinned_blocks(self.layout, num_blocks)):
             entries = cast("list[Entry]", ram.some(group, blocks))
-            self.pool.hold(entries)
+            are_kept = self.pool.hold(entries)
             held.append(HeldBlocks(blocks, entries))
-            self._note_hits(group, entries, salt)
+            is_full = isinstance(self.layout.groups[group], FullSpec)
+            if not (is_full and (are_kept or self.tier is None)):
+                self._note_hits(entries, salt)
         block_tokens, limit = self.layout.block_tokens, len(ram.keys)
         junction = 0
         if self.layout.has_states:
@@ -181,11 +174,8 @@ class PrefixCache:
         self._live.add(table)
         return table
 
-    def _note_hits(self, group: int, entries: list[Entry], salt: bytes) -> None:
+    def _note_hits(self, entries: list[Entry], salt: bytes) -> None:
         """Let what is wanted again go to disk, and windows and states stay where prompts part."""
-        is_full = isinstance(self.layout.groups[group], FullSpec)
-        if is_full and (self.tier is None or all(map(attrgetter("is_kept"), entries))):
-            return
         for entry in entries:
             entry.was_hit = True
             if self.tier is not None and not entry.is_kept:

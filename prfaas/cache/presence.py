@@ -1,5 +1,6 @@
 """What of one prompt is in RAM and on disk: many blocks at a time, each asked about once."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -30,6 +31,16 @@ def absent_blocks(blocks: range, entries: Sequence[Entry | None]) -> Sequence[in
     return [block for block, entry in zip(blocks, entries, strict=True) if entry is None]
 
 
+def walk_back(entry: Entry | None) -> list[Entry | None]:
+    """Return the published entries from a prompt's beginning to this one, as far as they are known."""
+    chain: list[Entry | None] = []
+    while entry is not None and entry.key is not None:
+        chain.append(entry)
+        entry = entry.before
+    chain.reverse()
+    return chain
+
+
 class InRam:
     """Blocks in the pool, as they are while its lock is held."""
 
@@ -38,9 +49,26 @@ class InRam:
         self._pool = pool
         self._entries: dict[int, list[Entry | None]] = {}
         """Of each group the first blocks', as far as was asked."""
+        self._leading: dict[int, int] = {}
 
     def leading(self, group: int) -> int:
-        """Return how many blocks of a group are there before the first that is not."""
+        """Return how many blocks of a group are there before the first that is not.
+
+        A prompt's blocks leave from the end, so that the last one that is there is found by halving,
+        and the others by walking back: a lookup in a large index waits for memory at each key.
+        Where that does not lead through all of them, each is looked up.
+        """
+        if group not in self._leading:
+            self._leading[group] = self._count(group)
+        return self._leading[group]
+
+    def _count(self, group: int) -> int:
+        published = self._pool.published(group)
+        num_blocks = bisect_left(self.keys, True, key=lambda key: key not in published)
+        chain = walk_back(published[self.keys[num_blocks - 1]]) if num_blocks else []
+        if len(chain) == num_blocks:
+            self._entries[group] = chain
+            return num_blocks
         for start in range(0, len(self.keys), STRETCH):
             entries = self.first(group, start + STRETCH)[start : start + STRETCH]
             if not all(entries):
@@ -61,9 +89,9 @@ class InRam:
 
     def some(self, group: int, blocks: range) -> list[Entry | None]:
         """Return the entries of some blocks of a group."""
-        entries = self._entries.get(group, ())
+        entries = self._entries.get(group, [])
         if len(entries) >= blocks.stop:
-            return list(entries[blocks.start : blocks.stop])
+            return entries[blocks.start : blocks.stop]
         return list(map(self._pool.published(group).get, self.keys[blocks.start : blocks.stop]))
 
 
@@ -83,7 +111,7 @@ class InRamOrOnDisk:
 
     def _count(self, group: int) -> int:
         keys = self._ram.keys
-        for start in range(0, len(keys), STRETCH):
+        for start in range(self._ram.leading(group), len(keys), STRETCH):
             blocks = range(start, min(start + STRETCH, len(keys)))
             entries = self._ram.first(group, blocks.stop)[blocks.start : blocks.stop]
             absent = absent_blocks(blocks, entries)

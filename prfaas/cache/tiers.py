@@ -8,6 +8,7 @@ becomes an ordinary hit, and a read that fails only makes the hit shorter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from prfaas.cache.groups import pinned_blocks
@@ -246,11 +247,12 @@ class Promotion:
 
     def _publish(self, found: Sequence[bool]) -> None:
         wanted, self._wanted = self._wanted, []
+        before = dict(pairwise(reversed(self._keys)))
         for is_found, (key, entry) in zip(found, wanted, strict=True):
             if not is_found:
                 self._pool.end_reading(entry)
                 continue
-            current = self._pool.publish(entry, key, worth=entry.worth)
+            current = self._pool.publish(entry, key, worth=entry.worth, before=before.get(key[1]))
             if current is not entry:  # another request was faster
                 self._pool.end_reading(entry)
             self._held.append(current)

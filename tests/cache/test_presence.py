@@ -77,3 +77,38 @@ def test_what_was_asked_of_the_disk_is_not_asked_again():
         assert both.leading(0) == both.leading(0) == 2
     assert len(store.asked) == NUM_BLOCKS
     pool.close()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, NUM_BLOCKS - 1)), max_size=40))
+def test_a_prompt_is_walked_whatever_came_and_left_in_whatever_order(steps):
+    """Blocks lead as far as each is there, also where one came before or after its neighbours."""
+    pool = PagePool(NUM_BLOCKS, 1)
+    there: set[int] = set()
+    with pool.lock:
+        for is_coming, block in steps:
+            if is_coming and block not in there:
+                taken = pool.try_take([1], is_transfer=False)
+                assert taken is not None
+                before = KEYS[block - 1] if block else None
+                pool.let_go(pool.publish(taken[0], (0, KEYS[block]), before=before))
+                there.add(block)
+            elif not is_coming and block in there:
+                leave(pool, KEYS[block])
+                there.remove(block)
+            ram = InRam(pool, KEYS)
+            leading = next((b for b in range(NUM_BLOCKS) if b not in there), NUM_BLOCKS)
+            assert ram.leading(0) == leading
+            entries = ram.some(0, range(leading))
+            assert entries == [pool.published(0)[key] for key in KEYS[:leading]]
+        pool.check()
+    pool.close()
+
+
+def leave(pool: PagePool, key: bytes) -> None:
+    """Have one entry evicted: it becomes the first to go, and all pages but one are asked for."""
+    pool.chill((0, key))
+    taken = pool.try_take([1] * (pool.num_free + 1), is_transfer=False)
+    assert taken is not None
+    for entry in taken:
+        pool.let_go(entry)
+    assert key not in pool.published(0)
