@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prfaas.cache import presence as presence_module
@@ -80,6 +80,8 @@ def test_what_was_asked_of_the_disk_is_not_asked_again():
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, NUM_BLOCKS - 1)), max_size=40))
+@example([(True, 0), (True, 1), (False, 0), (True, 0)])
+@example([(True, 0), (True, 1), (True, 2), (False, 1), (True, 1)])
 def test_a_prompt_is_walked_whatever_came_and_left_in_whatever_order(steps):
     """Blocks lead as far as each is there, also where one came before or after its neighbours."""
     pool = PagePool(NUM_BLOCKS, 1)
