@@ -201,6 +201,11 @@ class Measurements:
             if self._timer is not None:
                 self._timer.cancel()
 
+    @property
+    def is_idle(self) -> bool:
+        """None is under way."""
+        return self._transfer is None
+
     def transfer(self, transfer_id: str) -> OutgoingTransfer | None:
         """Return the measurement under way, if it is the one of this id."""
         transfer = self._transfer

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WAN = Path(__file__).parents[1] / "wan.py"
-NAME = "bench"
+NAME = f"b{os.getpid():x}"
+"""Of the namespaces: two runs at a time do not meet."""
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
 """Of the receiver and the sender, as scripts/wan gives them."""
-LOOPBACK_NAMESPACE = "bench_lo"
+LOOPBACK_NAMESPACE = f"{NAME}_lo"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +81,9 @@ def loopback(congestion: str) -> Iterator[Place]:
     if os.geteuid() or shutil.which("ip") is None:
         yield Place(name=name, host="127.0.0.1", congestion=congestion)
         return
-    remove = ("ip", "netns", "del", LOOPBACK_NAMESPACE)
-    subprocess.run(remove, capture_output=True, check=False)
     with ExitStack() as undo:
         run("ip", "netns", "add", LOOPBACK_NAMESPACE)
-        undo.callback(run, *remove)
+        undo.callback(run, "ip", "netns", "del", LOOPBACK_NAMESPACE)
         run("ip", "-n", LOOPBACK_NAMESPACE, "link", "set", "lo", "up")
         for target in ("127.0.0.0/8", "127.0.0.1"):
             route = f"local {target} dev lo table local proto kernel scope host src 127.0.0.1"

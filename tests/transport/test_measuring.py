@@ -1,24 +1,19 @@
 """A link is measured by transfers of made-up pages: bounded, one at a time, for whoever may ask."""
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.errors import BadRequest, Overloaded, PromptRefused, ProtocolError, TransferError
 from prfaas.transport import measuring
-from prfaas.transport.address import PeerAddress
 from prfaas.transport.auth import PeerSide
 from prfaas.transport.client import PeerClient
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.codec import decode_page, encode_page
-from prfaas.transport.measure_routes import MeasureRoutes
 from prfaas.transport.measuring import (
     MadeUpPages,
     Measurements,
@@ -31,17 +26,14 @@ from prfaas.transport.measuring import (
     parse_sender_report,
     sender_report,
 )
-from prfaas.transport.messages import CODEC_NAMES, TransferAccepted, TransferTotals
-from prfaas.transport.options import TransportOptions
-from prfaas.transport.outgoing import OutgoingTransfer
+from prfaas.transport.messages import CODEC_NAMES
 from prfaas.transport.security import ChannelSecurity
-from prfaas.transport.server import KvChannel
 from prfaas.transport.tcpinfo import parse_tcp_info
-from prfaas.transport.wire import Codec, Frame, FrameHeader
-from tests.transport.channels import Service, finish, warm
+from prfaas.transport.wire import Codec
+from tests.transport.channels import finish, warm
+from tests.transport.measured import PAGE_BYTES, MeasuredService, OnePage, Sink, measured_node
 from tests.transport.samples import IDENTITY
 
-PAGE_BYTES = 64 << 10
 ASKED = MeasureRequest(
     transfer_id="0123456789abcdef" * 2,
     capability="ab" * 16,
@@ -49,76 +41,6 @@ ASKED = MeasureRequest(
     page_bytes=PAGE_BYTES,
 )
 KEY = ClusterKey(b"a secret of the cluster")
-
-
-class Sink:
-    """A FrameConsumer that keeps the pages."""
-
-    def __init__(self) -> None:
-        self.pages: dict[int, bytearray] = {}
-        self.totals: TransferTotals | None = None
-
-    def accepted(self, accepted: TransferAccepted) -> None:
-        assert accepted.hit_tokens == 0
-
-    def resolve(self, header: FrameHeader) -> memoryview:
-        return memoryview(self.pages.setdefault(header.block, bytearray(PAGE_BYTES)))
-
-    def take(self, frame: Frame) -> None:
-        assert frame.is_placed
-
-    def ended(self, totals: TransferTotals) -> None:
-        self.totals = totals
-
-
-class OnePage(Sink):
-    """Keeps only the page that came last: enough where one stream brings them."""
-
-    def resolve(self, header: FrameHeader) -> memoryview:
-        return memoryview(self.pages.setdefault(0, bytearray(PAGE_BYTES)))
-
-
-class MeasuredService(Service):
-    """A service of no transfers but measurements."""
-
-    measurements: Measurements
-
-    def transfer(self, transfer_id: str) -> OutgoingTransfer | None:
-        return self.measurements.transfer(transfer_id)
-
-    def cancel(self, transfer_id: str) -> bool:
-        return self.measurements.cancel(transfer_id)
-
-
-@contextlib.asynccontextmanager
-async def measured_node(
-    *, gate: PeerSide | None = None, asker: ChannelSecurity | None = None
-) -> AsyncIterator[tuple[MeasuredService, PeerClient]]:
-    async with asyncio.TaskGroup() as tasks:
-        service = MeasuredService(tasks, 5.0, PAGE_BYTES)
-        service.measurements = Measurements("float32")
-        kv = service.channel = KvChannel(service, gate=gate, attach_wait_s=1.0)
-        app = web.Application()
-        app.add_routes([*kv.routes(), *MeasureRoutes(kv, service.measurements).routes()])
-        runner = web.AppRunner(app, shutdown_timeout=0.2, handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        client = PeerClient(
-            PeerAddress("127.0.0.1", runner.addresses[0][1]),
-            TransportOptions(streams=2),
-            security=asker,
-        )
-        keeping = tasks.create_task(client.streams.keep())
-        try:
-            async with asyncio.timeout(30):
-                yield service, client
-        finally:
-            keeping.cancel()
-            await client.close()
-            service.measurements.close()
-            kv.close()
-            await runner.cleanup()
-            await asyncio.sleep(0.05)
 
 
 async def measure(client: PeerClient, asked: MeasureRequest = ASKED) -> Sink:
