@@ -52,7 +52,8 @@ def test_a_replayed_node_loads_no_torch():
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["serve"], ["model"], ["plan"], ["verify"], ["chat"], ["cache"]]
+    "command",
+    [[], ["serve"], ["model"], ["plan"], ["verify"], ["chat"], ["cache"], ["bench"]],
 )
 def test_help_loads_nothing_heavy(command):
     arguments = [*command, "--help"]
