@@ -74,6 +74,16 @@ class PoolCounts:
     """Entries whose pages were taken for others."""
 
 
+def _new_map(num_bytes: int) -> mmap.mmap:
+    """Return untouched memory, which takes none yet; raises ConfigError if there is not so much."""
+    try:  # private: a forked child cannot write our pages
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cache.ram_bytes: the system does not give {num_bytes} bytes: {error}"
+        ) from error
+
+
 class PagePool:
     """Pages of `page_bytes` in one anonymous memory map, and the index of published entries.
 
@@ -101,10 +111,7 @@ class PagePool:
         self.num_pages = ram_bytes // page_bytes
         if self.num_pages < 1:
             raise ConfigError(f"cache.ram_bytes = {ram_bytes} is less than a page: {page_bytes}")
-        # Private: a forked child cannot write our pages. Pages take memory once they are touched.
-        self._map: mmap.mmap | None = mmap.mmap(
-            -1, self.num_pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
+        self._map: mmap.mmap | None = _new_map(self.num_pages * page_bytes)
         self._arena = memoryview(self._map)
         self.lock = threading.Lock()
         self._free = list(range(self.num_pages - 1, -1, -1))  # a stack; low numbers come first

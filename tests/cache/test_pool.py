@@ -28,6 +28,12 @@ def test_a_pool_smaller_than_a_page_names_both_sizes():
         PagePool(31, 32)
 
 
+@pytest.mark.parametrize("ram_bytes", [1 << 60, 1 << 70])
+def test_more_memory_than_there_is_is_a_config_error(ram_bytes):
+    with pytest.raises(ConfigError, match=f"does not give {ram_bytes} bytes"):
+        PagePool(ram_bytes, 1 << 40)
+
+
 def test_taking_more_than_there_is_changes_nothing():
     pool = PagePool(4 * 32, 32)
     with pool.lock:
