@@ -195,7 +195,7 @@ class Records:
             now_s = self._wall()
             fresh = list({w.key: w for w in writes if not self.known(w.key)}.values())
             try:
-                self._drop_useless()
+                self._drop_useless(now_s)
                 self._make_room(fresh, now_s)
                 stored = [(write.key, *self._append(write, now_s)) for write in fresh]
                 self._writers.sync()
@@ -229,8 +229,9 @@ class Records:
         with self._lock:
             self._stale.difference_update(stale)
 
-    def _drop_useless(self) -> None:
+    def _drop_useless(self, now_s: float) -> None:
         for segment in self._account:
+            segment.created_s = min(segment.created_s, now_s)  # the clock may have been set back
             if self._is_expired(segment) or (segment.is_suspect and not segment.live_bytes):
                 self.counts.num_expired += self._drop(segment)
 

@@ -144,6 +144,22 @@ def test_records_written_over_a_long_time_do_not_all_live_as_long_as_the_last(di
         assert {number for number in range(40) if age_s[number] < 1500} <= set(found)
 
 
+@pytest.mark.parametrize("is_reopened", [False, True])
+def test_a_clock_that_was_set_back_makes_nothing_live_longer(directory, is_reopened):
+    wall = Hand()
+    with opened(directory, ttl_s=1600, wall=wall) as store:
+        fill(store, range(5))
+        wall.now_s -= 86_400
+        if not is_reopened:
+            fill(store, range(5, 10))
+            assert whole(store, range(10)) == list(range(10))
+            wall.now_s += 1600
+            assert whole(store, range(10)) == []
+    with opened(directory, ttl_s=1600, wall=wall) as store:
+        wall.now_s += 1600
+        assert whole(store, range(10)) == []
+
+
 def test_the_thread_expires_records_without_being_asked(directory):
     with opened(directory, ttl_s=0.2) as store:
         fill(store, range(3))
