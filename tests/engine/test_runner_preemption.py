@@ -14,11 +14,13 @@ from tests.engine.running import (
     SEEDED,
     Node,
     Recorder,
+    block_of,
     plain_answer,
     preempting_node,
     prefill_and_ship,
     prompt_of,
     tiny,
+    tiny_hybrid,
 )
 
 
@@ -147,6 +149,7 @@ scripts = st.builds(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "kimi_linear"])
 @settings(max_examples=12)
 @given(
     history=st.lists(scripts, min_size=1, max_size=5),
@@ -155,10 +158,10 @@ scripts = st.builds(
     pool_blocks=st.sampled_from([3, 12, 500]),
 )
 def test_any_history_gives_the_plain_answers_and_leaves_nothing(
-    history, max_batch, num_sequences, pool_blocks
+    family, history, max_batch, num_sequences, pool_blocks
 ):
-    model = tiny("gemma3", "float32")
-    layout = model.layout(BLOCK)
+    model = tiny("gemma3", "float32") if family == "gemma3" else tiny_hybrid(family)
+    layout = model.layout(block_of(model))
     node = preempting_node(
         model,
         num_sequences=num_sequences,
