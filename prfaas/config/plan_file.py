@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from prfaas.config.profiles import read_profile
+from prfaas.config.simulation_table import SimulationOptions, read_simulation
 from prfaas.config.tables import Table, read_toml
 from prfaas.config.workloads import read_workload
 from prfaas.scheduler.planner import Kind, Plan, plan, plan_within
@@ -61,6 +62,8 @@ class PlanFile:
     published_gains: Mapping[str, Figures]
     """The other deployment -> metric -> relative gain over it."""
     published_equal_cost: Figures
+    simulation: SimulationOptions
+    """What only `prfaas simulate` heeds."""
 
 
 def read_plan_file(path: Path) -> PlanFile:
@@ -78,6 +81,9 @@ def read_plan_file(path: Path) -> PlanFile:
         raise top.error("deployments", "has no deployment")
     compare = _compare(top.table("compare"), plans) if "compare" in top else None
     published, gains, equal_cost = _published(top, plans) if "published" in top else ({}, {}, {})
+    simulation = (
+        read_simulation(top.table("simulation")) if "simulation" in top else SimulationOptions()
+    )
     top.finish()
     return PlanFile(
         model=model,
@@ -86,6 +92,7 @@ def read_plan_file(path: Path) -> PlanFile:
         published=published,
         published_gains=gains,
         published_equal_cost=equal_cost,
+        simulation=simulation,
     )
 
 

@@ -15,6 +15,7 @@ class Job:
     arrived_s: float
     on_done: Action
     on_start: Action | None = None
+    on_lost: Action | None = None
     started_s: float | None = None
     """None until a server begins it."""
     end: Event | None = None
@@ -36,6 +37,7 @@ class Station:
         self._busy_s = 0.0
         self._changed_s = events.now_s
         self._waiting_work_s = 0.0
+        self._ends_s = 0.0
         self.num_arrivals = 0
         self.num_done = 0
         self.num_withdrawn = 0
@@ -61,19 +63,32 @@ class Station:
         return self._waiting_work_s if self._num_waiting else 0.0
 
     @property
+    def residual_work_s(self) -> float:
+        """Return the seconds of service that the jobs in service still take, together."""
+        return max(0.0, self._ends_s - len(self._serving) * self._events.now_s)
+
+    @property
     def busy_s(self) -> float:
         """Return the seconds of service given so far, of all servers together."""
         return self._busy_s + len(self._serving) * (self._events.now_s - self._changed_s)
 
-    def submit(self, service_s: float, on_done: Action, on_start: Action | None = None) -> Job:
+    def submit(
+        self,
+        service_s: float,
+        on_done: Action,
+        on_start: Action | None = None,
+        on_lost: Action | None = None,
+    ) -> Job:
         """Let a job in; `on_start` and `on_done` are called at those moments.
+
+        `on_lost` is called if its server fails; the job counts as withdrawn.
 
         Raises:
             ValueError: a service time below 0 or that is none.
         """
         if not service_s >= 0:
             raise ValueError(f"a service of {service_s} s")
-        job = Job(service_s, self._events.now_s, on_done, on_start)
+        job = Job(service_s, self._events.now_s, on_done, on_start, on_lost)
         self.num_arrivals += 1
         self._waiting.append(job)
         self._num_waiting += 1
@@ -107,6 +122,18 @@ class Station:
         self._num_servers = num_servers
         self._fill()
 
+    def lose(self, num_servers: int) -> None:
+        """Take servers away at once, busy ones first, the longest at work before the others."""
+        self._num_servers = max(0, self._num_servers - num_servers)
+        for job in list(self._serving)[:num_servers]:
+            assert job.end is not None, "in service"
+            self._events.cancel(job.end)
+            self._leave(job)
+            self.num_withdrawn += 1
+            if job.on_lost is not None:
+                job.on_lost()
+        self._fill()
+
     def check(self) -> None:
         """Assert that no job was lost or made, and that no server is idle beside a queue."""
         here = self.num_waiting + self.num_serving
@@ -128,6 +155,7 @@ class Station:
             job.started_s = self._events.now_s
             self._serving[job] = None
             job.end = self._events.after(job.service_s, partial(self._end, job))
+            self._ends_s += job.end.time_s
             if job.on_start is not None:
                 job.on_start()
 
@@ -141,6 +169,8 @@ class Station:
         self._count_busy()
         del self._serving[job]
         job.is_gone = True
+        assert job.end is not None, "in service"
+        self._ends_s = self._ends_s - job.end.time_s if self._serving else 0.0
 
     def _count_busy(self) -> None:
         now_s = self._events.now_s

@@ -1,0 +1,141 @@
+"""`prfaas simulate`: what deployments would carry, found by running them on a virtual clock."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from prfaas.scheduler.policies import POLICIES
+
+if TYPE_CHECKING:
+    from prfaas.config.traces import TraceRequest
+
+MAX_REQUESTS = 100_000_000
+
+
+@click.command(short_help="Simulate deployments of a plan, request by request.")
+@click.argument("config_path", metavar="CONFIG", type=click.Path(path_type=Path))
+@click.option(
+    "--trace",
+    "trace_path",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Requests of a trace (.jsonl Mooncake, .csv Azure) instead of the workload's.",
+)
+@click.option(
+    "--rate-factor",
+    type=click.FloatRange(min=0, min_open=True, max=1e9),
+    default=1.0,
+    show_default=True,
+    help="Let the trace come so many times as fast.",
+)
+@click.option(
+    "--rate",
+    "rate_rps",
+    metavar="RPS",
+    type=click.FloatRange(min=0, min_open=True, max=1e9),
+    help="Simulate at this rate instead of searching the capacity.",
+)
+@click.option(
+    "--policy",
+    "policies",
+    type=click.Choice(POLICIES),
+    multiple=True,
+    help="Compare policies; may be given several times.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**63), default=0, show_default=True)
+@click.option(
+    "--requests",
+    "num_requests",
+    metavar="N",
+    type=click.IntRange(1, MAX_REQUESTS),
+    default=20_000,
+    show_default=True,
+    help="Of a run; of a trace, the first ones.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--plot",
+    "plot_path",
+    metavar="FILE.svg|png",
+    type=click.Path(path_type=Path),
+    help="Draw TTFT over the rate; PNG needs the extra `plot`.",
+)
+def simulate(
+    config_path: Path,
+    trace_path: Path | None,
+    rate_factor: float,
+    rate_rps: float | None,
+    policies: tuple[str, ...],
+    seed: int,
+    num_requests: int,
+    plot_path: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Simulate every deployment of CONFIG, a file as for `prfaas plan`.
+
+    Without --rate and --trace, search the highest rate that each keeps up with, and show it at several
+    loads. The same seed prints the same.
+    """
+    from prfaas.cli.progress import shown_progress
+    from prfaas.cli.simulate_lines import simulation_lines
+    from prfaas.config.plan_file import read_plan_file
+    from prfaas.errors import ConfigError
+    from prfaas.scheduler.policies import as_policy
+    from prfaas.sim.chart_file import write_charts
+    from prfaas.sim.simulation import Simulation
+    from prfaas.sim.simulation_charts import load_charts
+    from prfaas.sim.simulation_report import report
+
+    _check_options(trace_path, rate_factor, rate_rps, plot_path)
+    file = read_plan_file(config_path)
+    trace = None if trace_path is None else _trace(trace_path)[:num_requests]
+    chosen = [as_policy(name) for name in dict.fromkeys(policies)]
+    if chosen and all(plan.kind != "prfaas" for plan in file.plans.values()):
+        raise ConfigError(f"--policy: {config_path} has no deployment of the kind prfaas")
+    with shown_progress() as progress:
+        simulation = Simulation(
+            file, policies=chosen, num_requests=num_requests, seed=seed, progress=progress
+        )
+        if trace is not None:
+            found = simulation.of_trace(trace, rate_factor)
+        elif rate_rps is not None:
+            found = simulation.at_rate(rate_rps)
+        else:
+            found = simulation.capacities()
+    if plot_path is not None:
+        write_charts(load_charts(found), plot_path)
+    num_simulated = num_requests if trace is None else len(trace)
+    facts = report(file, found, seed=seed, num_requests=num_simulated)
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+        return
+    for line in simulation_lines(facts):
+        click.echo(line)
+    if plot_path is not None:
+        click.echo(f"drawn in {plot_path}")
+
+
+def _check_options(
+    trace_path: Path | None, rate_factor: float, rate_rps: float | None, plot_path: Path | None
+) -> None:
+    """Raise ConfigError for options that do not go together, before any work is done."""
+    from prfaas.errors import ConfigError
+    from prfaas.sim.chart_file import check_chart_path
+
+    if trace_path is not None and rate_rps is not None:
+        raise ConfigError("--rate: a trace has its own times; use --rate-factor")
+    if trace_path is None and rate_factor != 1:
+        raise ConfigError("--rate-factor: only a trace has a rate to change; use --rate")
+    if plot_path is not None:
+        if rate_rps is not None or trace_path is not None:
+            raise ConfigError("--plot: draws TTFT over the rate; leave out --rate and --trace")
+        check_chart_path(plot_path)
+
+
+def _trace(path: Path) -> "tuple[TraceRequest, ...]":
+    from prfaas.config.traces import read_trace
+
+    return read_trace(path, "azure" if path.suffix == ".csv" else "mooncake")

@@ -1,0 +1,122 @@
+"""The state around a policy: the last view of each cluster, and what was sent there since.
+
+Work counts from the decision on, not from the next view. Each link has an egress budget that refills
+at a share of what the link carries; a decision spends it, below nothing if it has to.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from prfaas.scheduler.forecast import (
+    ClustersView,
+    LinkView,
+    PrefillView,
+    Profiles,
+    Prompt,
+    RemoteView,
+)
+from prfaas.scheduler.policies import MAX_EGRESS_FRACTION, Decision, Policy
+
+BUDGET_BURST_S = 10.0
+"""The budget of so long may be spent at once."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Remote:
+    view: RemoteView
+    sent: deque[tuple[float, float]] = field(default_factory=deque)
+    """(when decided, seconds of service) of what the view does not have yet."""
+    sent_work_s: float = 0.0
+    backlog_bytes: float = 0.0
+    budget_bytes: float | None = None
+    refilled_s: float = 0.0
+
+
+class Dispatcher:
+    """Decides for each prompt, and counts at once what that sets in motion."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        profiles: Profiles,
+        *,
+        remotes: tuple[RemoteView, ...] = (),
+        max_egress_fraction: float = MAX_EGRESS_FRACTION,
+    ) -> None:
+        self._policy = policy
+        self._profiles = profiles
+        self._remotes = [_Remote(view=view) for view in remotes]
+        self._fraction = max_egress_fraction
+        self._num_inflight = 0
+
+    def saw(self, index: int, view: RemoteView) -> None:
+        """Take note of a cluster as it was at `view.prefill.taken_s`."""
+        remote = self._remotes[index]
+        remote.view = view
+        while remote.sent and remote.sent[0][0] <= view.prefill.taken_s:
+            remote.sent_work_s -= remote.sent.popleft()[1]
+
+    def decide(self, prompt: Prompt, *, local: PrefillView, now_s: float) -> Decision:
+        """Return where a prompt goes; a remote prefill is in flight until `ended`."""
+        decision = self._policy.decide(prompt, self.view(local, now_s), now_s)
+        if decision.remote is not None:
+            remote = self._remotes[decision.remote]
+            work_s = self._profiles.remote_work_s(prompt, decision.remote)
+            remote.sent.append((now_s, work_s))
+            remote.sent_work_s += work_s
+            num_bytes = self._profiles.kv_bytes(prompt)
+            remote.backlog_bytes += num_bytes
+            self._num_inflight += 1
+            if remote.budget_bytes is not None:
+                remote.budget_bytes -= num_bytes
+        return decision
+
+    def ended(self, index: int, prompt: Prompt) -> None:
+        """Take a remote prefill out of flight: it arrived, or was given up."""
+        self._num_inflight -= 1
+        remote = self._remotes[index]
+        remote.backlog_bytes = max(0.0, remote.backlog_bytes - self._profiles.kv_bytes(prompt))
+        if not self._num_inflight:
+            for each in self._remotes:
+                each.backlog_bytes = 0.0  # rounding must not add up
+
+    @property
+    def num_inflight(self) -> int:
+        """Return the remote prefills that have been decided and have not ended."""
+        return self._num_inflight
+
+    def view(self, local: PrefillView, now_s: float) -> ClustersView:
+        """Return what a policy would look at now."""
+        return ClustersView(
+            local=local, remotes=tuple(self._now(remote, now_s) for remote in self._remotes)
+        )
+
+    def _now(self, remote: _Remote, now_s: float) -> RemoteView:
+        prefill, link = remote.view.prefill, remote.view.link
+        rate = self._fraction * link.bytes_per_s
+        limit_bytes = BUDGET_BURST_S * rate
+        if remote.budget_bytes is None:
+            remote.budget_bytes = limit_bytes
+        refilled = remote.budget_bytes + rate * (now_s - remote.refilled_s)
+        remote.budget_bytes, remote.refilled_s = min(refilled, limit_bytes), now_s
+        return RemoteView(
+            name=remote.view.name,
+            prefill=PrefillView(
+                num_instances=prefill.num_instances,
+                num_busy=prefill.num_busy,
+                waiting_work_s=prefill.waiting_work_s,
+                residual_work_s=prefill.residual_work_s,
+                taken_s=prefill.taken_s,
+                num_sent=len(remote.sent),
+                sent_work_s=max(0.0, remote.sent_work_s),
+            ),
+            link=LinkView(
+                bytes_per_s=link.bytes_per_s,
+                rtt_s=link.rtt_s,
+                backlog_bytes=remote.backlog_bytes,
+                egress_bytes_per_s=link.egress_bytes_per_s,
+                budget_bytes=remote.budget_bytes,
+                budget_limit_bytes=limit_bytes,
+                budget_bytes_per_s=rate,
+            ),
+        )

@@ -1,0 +1,250 @@
+"""Ways to choose the cluster that prefills a prompt, side by side behind one interface.
+
+`decide` reads a view and returns a decision: no clock, no randomness, no I/O. Only `Threshold` keeps
+anything between two decisions, its threshold. No policy sends a prompt where no instance is while
+another cluster has one.
+"""
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal, Protocol, assert_never, get_args
+
+from prfaas.scheduler.forecast import ClustersView, Profiles, Prompt, RemoteView
+
+PolicyName = Literal["local", "always-remote", "static", "threshold", "predictive"]
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+
+PolicyReason = Literal[
+    "policy", "short", "long", "earlier", "egress_budget", "no_remote", "no_local"
+]
+"""policy: it knows no other way. short, long: beside the threshold. earlier: the first token is
+predicted earlier there. egress_budget: earlier elsewhere, if the link had room. no_remote, no_local:
+that cluster has no instance, or no link."""
+
+MAX_EGRESS_FRACTION = 0.7
+"""Of a link, before bursts need the rest (PrfaaS §4)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Where one prompt is prefilled, why, and when its first token is expected."""
+
+    remote: int | None
+    """The PrfaaS cluster, by its place in the view; None is the local cluster."""
+    reason: PolicyReason
+    predicted_ttft_s: float
+
+
+class Policy(Protocol):
+    """A way to choose."""
+
+    def decide(self, prompt: Prompt, view: ClustersView, now_s: float) -> Decision:
+        """Return the decision for one prompt."""
+
+
+def best_remote(
+    profiles: Profiles, prompt: Prompt, view: ClustersView, now_s: float
+) -> tuple[float, int] | None:
+    """Return the least predicted TTFT of all PrfaaS clusters, and whose; None without any."""
+    found = [
+        (profiles.remote_ttft_s(prompt, view, index, now_s), index)
+        for index in view.candidates(now_s)
+    ]
+    return min(found, default=None)
+
+
+def _local(
+    profiles: Profiles, prompt: Prompt, view: ClustersView, now_s: float, reason: PolicyReason
+) -> Decision:
+    ttft_s = profiles.local_ttft_s(prompt, view, now_s)
+    return Decision(remote=None, reason=reason, predicted_ttft_s=ttft_s)
+
+
+def _by_side(
+    profiles: Profiles,
+    prompt: Prompt,
+    view: ClustersView,
+    now_s: float,
+    *,
+    wants_remote: bool,
+    reason: PolicyReason,
+) -> Decision:
+    """Return the side that is wanted, or the other one if that has no instance."""
+    remote = best_remote(profiles, prompt, view, now_s)
+    has_local = view.local.num_instances > 0
+    if not view.remotes or (remote is None and has_local):
+        return _local(profiles, prompt, view, now_s, "no_remote" if wants_remote else reason)
+    if remote is None:  # nobody can: it waits there for whoever comes back
+        return Decision(remote=0, reason="no_local", predicted_ttft_s=inf)
+    if wants_remote or not has_local:
+        reason = reason if wants_remote else "no_local"
+        return Decision(remote=remote[1], reason=reason, predicted_ttft_s=remote[0])
+    return _local(profiles, prompt, view, now_s, reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """Everything stays."""
+
+    profiles: Profiles
+
+    def decide(self, prompt: Prompt, view: ClustersView, now_s: float) -> Decision:
+        """Return the local cluster."""
+        return _by_side(self.profiles, prompt, view, now_s, wants_remote=False, reason="policy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlwaysRemote:
+    """Everything goes: the naive heterogeneous deployment."""
+
+    profiles: Profiles
+
+    def decide(self, prompt: Prompt, view: ClustersView, now_s: float) -> Decision:
+        """Return a PrfaaS cluster."""
+        return _by_side(self.profiles, prompt, view, now_s, wants_remote=True, reason="policy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Static:
+    """What is longer than t goes (PrfaaS §3.4.3, bandwidth scarce)."""
+
+    profiles: Profiles
+    threshold_tokens: float
+
+    def decide(self, prompt: Prompt, view: ClustersView, now_s: float) -> Decision:
+        """Return the side of t that the uncached length is on."""
+        is_long = prompt.uncached_tokens > self.threshold_tokens
+        reason: PolicyReason = "long" if is_long else "short"
+        return _by_side(self.profiles, prompt, view, now_s, wants_remote=is_long, reason=reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdOptions:
+    """How far and how fast t follows the link and the queues."""
+
+    step_fraction: float = 0.08
+    """By so much t moves at a time."""
+    dwell_s: float = 1.0
+    """Between two moves."""
+    band_s: float = 1.0
+    """Waits that differ by less are alike: no move."""
+    max_egress_fraction: float = MAX_EGRESS_FRACTION
+    bound_factor: float = 16.0
+    """t stays within the planned one divided and multiplied by it."""
+
+
+class Threshold:
+    """What is longer than t goes, and t follows: up as link or queue there fill, down as they empty.
+
+    A higher t sends fewer and longer prompts, and each costs less of the link per second that it
+    saves (PrfaaS §3.4.3). Between the two bands t stays: noise does not move it.
+    """
+
+    def __init__(
+        self,
+        *,
+        profiles: Profiles,
+        threshold_tokens: float,
+        options: ThresholdOptions | None = None,
+    ) -> None:
+        self._profiles = profiles
+        self._options = options or ThresholdOptions()
+        self._planned = max(threshold_tokens, 1.0)
+        self._moved_s = -inf
+        self.threshold_tokens = self._planned
+
+    def decide(self, prompt: Prompt, view: ClustersView, now_s: float) -> Decision:
+        """Return the side of t, after t has moved if it has to."""
+        self._move(view, now_s)
+        is_long = prompt.uncached_tokens > self.threshold_tokens
+        reason: PolicyReason = "long" if is_long else "short"
+        return _by_side(self._profiles, prompt, view, now_s, wants_remote=is_long, reason=reason)
+
+    def _move(self, view: ClustersView, now_s: float) -> None:
+        options = self._options
+        candidates = view.candidates(now_s)
+        if not candidates or now_s - self._moved_s < options.dwell_s:
+            return
+        remotes = [view.remotes[index] for index in candidates]
+        use = min(remote.link.utilisation_fraction for remote in remotes)
+        lag_s = min(_delay_s(remote, now_s) for remote in remotes) - view.local.wait_s(now_s)
+        if use > options.max_egress_fraction or lag_s > options.band_s:
+            factor = 1 + options.step_fraction
+        elif use < 0.9 * options.max_egress_fraction and lag_s < -options.band_s:
+            factor = 1 / (1 + options.step_fraction)
+        else:
+            return
+        self._moved_s = now_s
+        low, high = self._planned / options.bound_factor, self._planned * options.bound_factor
+        self.threshold_tokens = min(max(self.threshold_tokens * factor, low), high)
+
+
+def _delay_s(remote: RemoteView, now_s: float) -> float:
+    """Return the wait that queue and link of a cluster mean for the next prompt."""
+    link = remote.link
+    return max(remote.prefill.wait_s(now_s), link.backlog_bytes / link.bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predictive:
+    """The earliest predicted first token, as far as the egress budget goes.
+
+    Waits grow where more is sent than leaves, so under load this is a threshold too: the length from
+    which on a prefill saves more there than the wait there is longer. What is left of the budget has
+    a price, low while it is full and without bound as it empties, so that the prompts which save the
+    least for each byte stay first.
+    """
+
+    profiles: Profiles
+
+    def decide(self, prompt: Prompt, view: ClustersView, now_s: float) -> Decision:
+        """Return the least predicted TTFT, the price of its bytes added."""
+        if view.local.num_instances <= 0 or not view.candidates(now_s):
+            return _by_side(self.profiles, prompt, view, now_s, wants_remote=True, reason="policy")
+        local_s = self.profiles.local_ttft_s(prompt, view, now_s)
+        num_bytes = self.profiles.kv_bytes(prompt)
+        found = []
+        for index in view.candidates(now_s):
+            ttft_s = self.profiles.remote_ttft_s(prompt, view, index, now_s)
+            found.append((ttft_s + _price_s(view.remotes[index], num_bytes), ttft_s, index))
+        priced_s, remote_s, index = min(found)
+        if priced_s < local_s:
+            return Decision(remote=index, reason="earlier", predicted_ttft_s=remote_s)
+        reason: PolicyReason = "egress_budget" if remote_s < local_s else "earlier"
+        return Decision(remote=None, reason=reason, predicted_ttft_s=local_s)
+
+
+def _price_s(remote: RemoteView, num_bytes: float) -> float:
+    """Return what the bytes cost, in seconds: their time at the budget's rate, times its scarcity."""
+    link = remote.link
+    if link.budget_limit_bytes == inf:
+        return 0.0
+    if link.budget_bytes <= 0 or link.budget_bytes_per_s <= 0:
+        return inf
+    scarcity = link.budget_limit_bytes / link.budget_bytes - 1
+    return num_bytes / link.budget_bytes_per_s * scarcity
+
+
+def as_policy(name: str) -> PolicyName:
+    """Return the policy of that name. Raises ValueError if there is none."""
+    for policy in POLICIES:
+        if policy == name:
+            return policy
+    raise ValueError(f"no policy {name!r}; there are {', '.join(POLICIES)}")
+
+
+def make_policy(name: PolicyName, *, profiles: Profiles, threshold_tokens: float) -> Policy:
+    """Return a policy by its name; `threshold_tokens` is t of a plan."""
+    match name:
+        case "local":
+            return Local(profiles=profiles)
+        case "always-remote":
+            return AlwaysRemote(profiles=profiles)
+        case "static":
+            return Static(profiles=profiles, threshold_tokens=threshold_tokens)
+        case "threshold":
+            return Threshold(profiles=profiles, threshold_tokens=threshold_tokens)
+        case "predictive":
+            return Predictive(profiles=profiles)
+        case _:
+            assert_never(name)

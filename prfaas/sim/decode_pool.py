@@ -1,0 +1,131 @@
+"""The decode instances of a cluster; a sequence joins the one with the fewest."""
+
+from collections.abc import Callable
+from functools import partial
+from heapq import heappop, heappush
+from math import ceil
+from typing import Literal
+
+from prfaas.scheduler.profile import DecodeProfile
+from prfaas.sim.decode import Sequence, SteppedDecode, fluid_decode
+from prfaas.sim.events import Events
+from prfaas.sim.sharing import Share, SharedServer
+
+LostSequence = Callable[[int], object]
+"""Called with the tokens that it has still to get."""
+
+
+class DecodePool:
+    """Instances, and who is where.
+
+    Every instance that is up is in `_queue` with its number of sequences, once; entries of other
+    numbers are skipped when they come up.
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        profile: DecodeProfile,
+        *,
+        num_instances: int,
+        max_batch: int,
+        model: Literal["fluid", "stepped"] = "fluid",
+    ) -> None:
+        make = fluid_decode if model == "fluid" else SteppedDecode
+        self._servers: list[SharedServer | SteppedDecode] = [
+            make(events, profile, max_batch=max_batch) for _ in range(num_instances)
+        ]
+        self._here: list[dict[object, tuple[Share | Sequence, LostSequence]]] = [
+            {} for _ in self._servers
+        ]
+        self._is_up = [True] * num_instances
+        self._queue = [(0, index) for index in range(num_instances)]
+        self._queued = set(self._queue)
+        self._homeless: list[tuple[int, Callable[[], object], LostSequence]] = []
+
+    @property
+    def num_sequences(self) -> int:
+        """Return the sequences that decode or wait for a place."""
+        return sum(len(here) for here in self._here) + len(self._homeless)
+
+    def submit(self, num_tokens: int, on_done: Callable[[], object], on_lost: LostSequence) -> None:
+        """Let a sequence in; without an instance it waits for one."""
+        index = self._least_loaded()
+        if index is None:
+            self._homeless.append((num_tokens, on_done, on_lost))
+            return
+        key = object()
+        place = self._servers[index].submit(num_tokens, partial(self._done, index, key, on_done))
+        self._here[index][key] = (place, on_lost)
+        self._enqueue(index)
+
+    def _enqueue(self, index: int) -> None:
+        entry = (len(self._here[index]), index)
+        if entry not in self._queued:
+            self._queued.add(entry)
+            heappush(self._queue, entry)
+
+    def _least_loaded(self) -> int | None:
+        """Take the instance with the fewest sequences out of the queue; None without an instance."""
+        while self._queue:
+            load, index = entry = heappop(self._queue)
+            self._queued.remove(entry)
+            if self._is_up[index] and load == len(self._here[index]):
+                return index
+        return None
+
+    def lose(self, num_instances: int) -> int:
+        """Take instances away at once, with all their sequences; return how many there were."""
+        up = [index for index, is_up in enumerate(self._is_up) if is_up]
+        for index in up[:num_instances]:
+            self._is_up[index] = False
+            server, here = self._servers[index], self._here[index]
+            self._here[index] = {}
+            for place, on_lost in here.values():
+                left = _tokens_left(server, place)
+                _withdraw(server, place)
+                on_lost(left)
+        return len(up[:num_instances])
+
+    def restore(self, num_instances: int) -> None:
+        """Bring so many lost ones back, empty."""
+        down = [index for index, is_up in enumerate(self._is_up) if not is_up]
+        for index in down[:num_instances]:
+            self._is_up[index] = True
+            self._enqueue(index)
+        waiting, self._homeless = self._homeless, []
+        for sequence in waiting:
+            self.submit(*sequence)
+
+    def check(self) -> None:
+        """Assert that each instance has the sequences that were put there."""
+        assert sorted(self._queue) == sorted(self._queued)
+        for index, server in enumerate(self._servers):
+            server.check()
+            assert server.num_active + server.num_waiting == len(self._here[index])
+            if self._is_up[index]:
+                assert (len(self._here[index]), index) in self._queued
+            else:
+                assert not self._here[index]
+
+    def _done(self, index: int, key: object, on_done: Callable[[], object]) -> None:
+        del self._here[index][key]
+        self._enqueue(index)
+        on_done()
+
+
+def _tokens_left(server: SharedServer | SteppedDecode, place: Share | Sequence) -> int:
+    if isinstance(server, SteppedDecode):
+        assert isinstance(place, Sequence)
+        return place.tokens_left
+    assert isinstance(place, Share)
+    return max(1, ceil(server.amount_left(place)))
+
+
+def _withdraw(server: SharedServer | SteppedDecode, place: Share | Sequence) -> None:
+    if isinstance(server, SteppedDecode):
+        assert isinstance(place, Sequence)
+        server.withdraw(place)
+    else:
+        assert isinstance(place, Share)
+        server.withdraw(place)

@@ -1,0 +1,54 @@
+"""One simulated request on its way, and what is kept of it once it is done."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from prfaas.config.traces import TraceRequest
+from prfaas.scheduler.forecast import Prompt
+from prfaas.scheduler.policies import PolicyReason
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Journey:
+    """A request between its arrival and its last token."""
+
+    request: TraceRequest
+    arrived_s: float
+    tokens_left: int
+    """To decode, the first one included."""
+    num_tokens: int
+    """To prefill: the prompt, and after a loss the answer's tokens so far."""
+    prompt: Prompt
+    ttft_s: float | None = None
+    is_remote: bool = False
+    """Where its first prefill went."""
+    predicted_ttft_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What happened in a run so far, in the order of arrival where it is a list."""
+
+    num_arrived: int = 0
+    num_done: int = 0
+    done_s: float = 0.0
+    """When the last one was done."""
+    ttfts_s: list[float] = field(default_factory=list)
+    """In the order of first tokens."""
+    errors_s: list[float] = field(default_factory=list)
+    """Predicted less actual TTFT of each of these."""
+    backlogs: list[int] = field(default_factory=list)
+    """Requests in the system as each one arrived, itself among them."""
+    num_remote: int = 0
+    num_fallbacks: int = 0
+    """Remote prefills that were given up for a stalled link."""
+    num_lost: int = 0
+    """Prefills and sequences that went with their instance, and were done again."""
+    hit_tokens: int = 0
+    prompt_tokens: int = 0
+    reasons: Counter[PolicyReason] = field(default_factory=Counter)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Return the requests that have arrived and are not done."""
+        return self.num_arrived - self.num_done

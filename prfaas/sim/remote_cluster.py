@@ -1,0 +1,146 @@
+"""A simulated PrfaaS cluster: its queue, its link, and what it reports of itself, late."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from prfaas.config.simulation_table import SimulationOptions
+from prfaas.scheduler.forecast import LinkView, PrefillView, RemoteView
+from prfaas.scheduler.profile import Link
+from prfaas.sim.events import Events
+from prfaas.sim.kv_link import KvLink, Transfer
+from prfaas.sim.prefix_lru import PrefixLru
+from prfaas.sim.station import Job, Station
+
+
+class RemotePrefill:
+    """One prefill there and its transfer, until it arrived or was given up."""
+
+    def __init__(self, station: Station, transfer: Transfer) -> None:
+        self._station = station
+        self.transfer = transfer
+        self.job: Job | None = None
+
+    def give_up(self) -> None:
+        """Take it out of queue, service and link."""
+        self.transfer.give_up()
+        if self.job is not None:
+            self._station.withdraw(self.job)
+
+
+class RemoteCluster:
+    """Prefills for the local cluster, and sends KVCache as it is computed.
+
+    It reports every period while it has work; the reports of one at rest are the same, so that none
+    is made and the last one counts as fresh.
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        *,
+        name: str,
+        num_instances: int,
+        link: Link,
+        options: SimulationOptions,
+        on_report: Callable[[RemoteView], object],
+    ) -> None:
+        self._events = events
+        self._name = name
+        self._rtt_s = link.rtt_s
+        self._options = options
+        self._on_report = on_report
+        self._is_reporting = False
+        self.station = Station(events, num_servers=num_instances)
+        self.link = KvLink(events, link, streams=options.streams, changes=options.link)
+        self.cache = PrefixLru(capacity_tokens=options.prfaas_cache_tokens)
+        for at_s in {change.at_s for change in options.link}:
+            events.at(at_s, self._wake, priority=1)
+
+    def view(self) -> RemoteView:
+        """Return the cluster as it is now."""
+        return RemoteView(
+            name=self._name,
+            prefill=view_of(self.station, self._events.now_s),
+            link=LinkView(
+                bytes_per_s=self.link.available_bytes_per_s,
+                rtt_s=self._rtt_s,
+                egress_bytes_per_s=self.link.egress_bytes_per_s(),
+            ),
+        )
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Return whether no report is under way, nor needed."""
+        return not self._is_reporting
+
+    def prefill(
+        self,
+        *,
+        service_s: float,
+        num_bytes: float,
+        on_arrived: Callable[[], object],
+        on_stalled: Callable[[], object],
+        on_lost: Callable[[], object],
+    ) -> RemotePrefill:
+        """Begin a prefill; one of the three is called in the end, `on_arrived` with all KVCache here."""
+        transfer = Transfer(
+            self._events,
+            self.link,
+            num_bytes=num_bytes,
+            pieces=self._options.pieces,
+            stall_timeout_s=self._options.stall_timeout_s,
+            on_arrived=on_arrived,
+            on_stalled=on_stalled,
+        )
+        prefill = RemotePrefill(self.station, transfer)
+
+        def lost() -> None:
+            transfer.give_up()
+            on_lost()
+
+        self._wake()
+        prefill.job = self.station.submit(
+            service_s, transfer.finish, partial(transfer.begin, service_s), lost
+        )
+        return prefill
+
+    def changed(self) -> None:
+        """Report, as after instances came or went."""
+        self._wake()
+
+    def check(self) -> None:
+        """Assert that queue and link lost nothing."""
+        self.station.check()
+        self.link.check()
+
+    def _wake(self) -> None:
+        if not self._is_reporting:
+            self._is_reporting = True
+            self._events.after(self._options.view_period_s, self._report)
+
+    def _report(self) -> None:
+        view = self.view()
+        has_work = self.station.num_serving + self.station.num_waiting > 0
+        has_egress = view.link.egress_bytes_per_s > 1e-3 * view.link.bytes_per_s
+        if has_work or has_egress:
+            self._events.after(self._options.view_period_s, self._report)
+        else:
+            self._is_reporting = False
+        self._events.after(self._options.view_delay_s, partial(self._on_report, view))
+
+
+def view_of(station: Station, now_s: float) -> PrefillView:
+    """Return what a policy may know of a queue."""
+    return PrefillView(
+        num_instances=station.num_servers,
+        num_busy=station.num_serving,
+        waiting_work_s=station.waiting_work_s,
+        residual_work_s=station.residual_work_s,
+        taken_s=now_s,
+    )
+
+
+def refreshed(view: RemoteView, now_s: float) -> RemoteView:
+    """Return the view of a cluster at rest, as if it had just been taken."""
+    return replace(view, prefill=replace(view.prefill, taken_s=now_s))
