@@ -21,7 +21,7 @@ from prfaas.transport.handshake import Identity
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.security import ChannelSecurity
 from prfaas.types import Request, RequestRecord, RouteName, SamplingParams, TokenEvent
-from tests.relay import Relay
+from tests.relay import Relay, tag_bytes
 from tests.server.scripted_engine import BLOCK_TOKENS, HYBRID, VOCAB_SIZE, ScriptedEngine
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ async def fleet(
             cluster_key=prefill_key,
         )
 
-    host, relay = PrefillHost(make_prefill), Relay()
+    host, relay = PrefillHost(make_prefill), Relay(tag_bytes(pd_key))
     async with asyncio.TaskGroup() as tasks:
         await host.start(tasks)
         await relay.start(host.port)

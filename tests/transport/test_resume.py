@@ -12,7 +12,7 @@ from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.security import ChannelSecurity, asker_security, peer_security
 from prfaas.transport.wire import HEADER_BYTES, FrameType
-from tests.relay import Fault, Relay
+from tests.relay import Fault, Relay, tag_bytes
 from tests.transport.certificates import Certificates
 from tests.transport.channels import Pages, channel, ended, finish, place, warm
 from tests.transport.samples import ASKED, IDENTITY
@@ -56,7 +56,7 @@ SOMEWHERE = [1, 9 * FRAME_BYTES + 50]
     ],
 )
 async def test_a_transfer_goes_on_where_it_broke(num_streams, kind, guard, after_bytes, files):
-    relay = Relay()
+    relay = Relay(tag_bytes(KEY if guard == "key" else None))
     async with channel(
         via=relay, page_bytes=PAGE_BYTES, streams=num_streams, **settings(guard, files)
     ) as (service, client):
