@@ -315,6 +315,8 @@ class Records:
         with self._lock:
             was_broken, self._is_broken = self._is_broken, True
             self._where.clear()
+            for segment in self._account:
+                self._account.bury(segment, segment.live_bytes)
         if not was_broken:
             get_logger().error("store.failed", error=reason)
 

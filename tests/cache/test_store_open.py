@@ -144,7 +144,10 @@ def test_an_index_cut_under_a_running_store_ends_in_misses(directory):
         assert put(store, key_of(5000), b"later")
         store.flush()
     assert [entry["event"] for entry in logs] == ["store.failed", "store.write_failed"]
-    assert store.stats().records.is_broken
+    records = store.stats().records
+    assert records.is_broken
+    assert (records.num_records, records.live_bytes) == (0, 0)
+    assert records.segment_bytes > 0
     store.close()
 
 
