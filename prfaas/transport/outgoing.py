@@ -330,8 +330,8 @@ class OutgoingTransfer:
         self.num_pages_sent += 1
         self.num_page_bytes_sent += num_bytes
         self._digest += tag
-        if not self._num_unsealed and self._tokens_computed is not None:
-            self._tell(self.on_news)
+        if self._tokens_computed is not None and not (self._pages or self._num_unsealed):
+            self._tell(self.on_news)  # streams that found nothing more to take may end now
         return Piece(header, payload, True)
 
     def _last_frame(self, seal: FrameSeal) -> bytes:

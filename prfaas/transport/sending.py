@@ -25,6 +25,8 @@ from prfaas.transport.wire import (
 BATCH_BYTES = 256 << 10
 """Pages that are taken for a stream at once: what is taken goes over this stream and no other."""
 BATCH_PIECES = 64
+TURN_BYTES = 1 << 20
+"""A stream whose socket takes everything gives the loop to others this often."""
 UNSENT_BYTES = 512 << 10
 """What the kernel may hold unsent of one stream: work goes to the emptiest, and first tokens overtake."""
 LEASE_LOOKS = 8
@@ -111,6 +113,10 @@ class SendingStream:
         self.port = port
         self.asker = ""
         """Host at the other end."""
+        self._loop = asyncio.get_running_loop()
+        """Kept: to ask for it costs a system call."""
+        self._turn_bytes = 0
+        """Sent since others had their turn."""
         self._find = find
         self._budget = budget
         self._count_sent = count_sent
@@ -286,7 +292,6 @@ class SendingStream:
         lane: SendingLane,
         encoder: PageEncoder,
     ) -> None:
-        loop = asyncio.get_running_loop()
         buffers: list[memoryview | bytes] = []
         num_page_bytes = 0
         for piece in pieces:
@@ -296,19 +301,21 @@ class SendingStream:
                 num_page_bytes += len(piece.payload)
         if num_page_bytes:
             await self._may_send(transfer, num_page_bytes)
-        started_s = loop.time()
+        started_s = self._loop.time()
         await self._put(buffers, lane)
-        now_s = loop.time()
+        now_s = self._loop.time()
         transfer.progressed(now_s)
         if num_page_bytes:
             encoder.sent(num_page_bytes, now_s - started_s)
             self._count_sent(num_page_bytes)
-        await asyncio.sleep(0)
+        self._turn_bytes += num_page_bytes
+        if self._turn_bytes >= TURN_BYTES or not num_page_bytes:
+            self._turn_bytes = 0
+            await asyncio.sleep(0)
 
     async def _may_send(self, transfer: OutgoingTransfer, num_bytes: int) -> None:
         """Return once the egress budget has room for the bytes."""
-        loop = asyncio.get_running_loop()
-        while wait_s := self._budget.ask(transfer.transfer_id, num_bytes, now_s=loop.time()):
+        while wait_s := self._budget.ask(transfer.transfer_id, num_bytes, now_s=self._loop.time()):
             await asyncio.sleep(wait_s)
             if self._has_left() or self._is_vain:
                 raise _Gone
@@ -326,10 +333,11 @@ class SendingStream:
             if not buffers:
                 return
             if num_sent and self._transfer is not None:
-                self._transfer.progressed(asyncio.get_running_loop().time())
+                self._transfer.progressed(self._loop.time())
             if lane is not None:
                 lane.is_blocked = True
             await self.port.writable()
+            self._turn_bytes = 0
             if lane is not None:
                 lane.is_blocked = False
             if self._has_left() or self._is_vain or (lane is not None and lane.is_lost):

@@ -13,6 +13,7 @@ went: the connections are warm. Seconds are from the request to the last byte, a
 
 import argparse
 import asyncio
+import itertools
 import json
 import socket
 import sys
@@ -191,13 +192,15 @@ async def serve_plain(options: argparse.Namespace) -> None:
     listener.setblocking(False)
     say({"port": listener.getsockname()[1]})
 
+    numbers = itertools.cycle(range(len(views)))  # of all connections: pages are not read twice
+
     async def send(connection: socket.socket) -> None:
         tune(connection, options.congestion)
         order = memoryview(bytearray(8))
         with connection:
             while await receive(connection, order):
-                for number in range(int.from_bytes(order, "little")):
-                    await loop.sock_sendall(connection, views[number % len(views)])
+                for _ in range(int.from_bytes(order, "little")):
+                    await loop.sock_sendall(connection, views[next(numbers)])
 
     async with asyncio.TaskGroup() as tasks:
 
