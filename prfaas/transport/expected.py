@@ -19,7 +19,7 @@ class ExpectedTransfers:
     ) -> None:
         self._transfer_of = transfer_of
         self._wait_s = wait_s
-        self._waiting: dict[str, asyncio.Event] = {}
+        self._waiting: dict[str, set[asyncio.Event]] = {}
         self._is_closed = False
 
     async def find(self, attach: Attach) -> OutgoingTransfer:
@@ -39,18 +39,22 @@ class ExpectedTransfers:
         return transfer
 
     async def _wait_for(self, transfer_id: str) -> None:
-        opened = self._waiting.setdefault(transfer_id, asyncio.Event())
+        opened = asyncio.Event()
+        self._waiting.setdefault(transfer_id, set()).add(opened)
         try:
             async with asyncio.timeout(self._wait_s):
                 await opened.wait()
         except TimeoutError:
-            if self._waiting.get(transfer_id) is opened:
-                del self._waiting[transfer_id]
+            return
+        finally:  # also where its stream was lost meanwhile: nothing is kept for who has left
+            waiting = self._waiting.get(transfer_id, set())
+            waiting.discard(opened)
+            if not waiting:
+                self._waiting.pop(transfer_id, None)
 
     def settle(self, transfer_id: str) -> None:
         """Let go of who waits for a transfer: it was opened, or refused."""
-        opened = self._waiting.pop(transfer_id, None)
-        if opened is not None:
+        for opened in self._waiting.pop(transfer_id, ()):
             opened.set()
 
     def close(self) -> None:

@@ -43,10 +43,18 @@ def typed(value: dict[str, Any], name: str, kind: type[T]) -> T:
     """Return the field if it is of exactly this type; an integer counts as a float."""
     item = value.get(name)
     if kind is float and type(item) is int:
-        item = float(item)
+        item = _as_float(item)
     if type(item) is not kind:
         raise ProtocolError(f"field {name} is missing or not of type {kind.__name__}")
     return item
+
+
+def _as_float(number: int) -> float:
+    """Return the number, infinity for one that no float is as large as."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def number_of(value: dict[str, Any], name: str, low: float, high: float = math.inf) -> float:
@@ -130,7 +138,7 @@ def log_number_of(number: object, name: str) -> float:
     if number is None:
         return -math.inf
     if type(number) is int:
-        number = float(number)
+        number = _as_float(number)
     if type(number) is not float or not math.isfinite(number):
         raise ProtocolError(f"field {name} has an item that is no number")
     return number

@@ -4,7 +4,7 @@ Frames of one stream come in order, those of different streams in any. A stream 
 with the number of frames that came whole; what was behind them comes again over another.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from prfaas.errors import ProtocolError, TransferError
@@ -38,10 +38,12 @@ class _Lane:
     num_frames: int = 0
     is_over: bool = False
     """END came, and nothing was asked of the stream since."""
-    asked_epoch: int = 0
-    """When something was asked of it last: an END of before was under way already."""
+    num_words: int = 0
+    """ATTACH frames that were sent over it: an END that knows fewer was under way already."""
     is_lost: bool = False
     is_told: bool = False
+    told_over: int | None = None
+    """The stream that carried the word of its loss, which is lost with that stream."""
 
 
 class IncomingTransfer:
@@ -97,7 +99,10 @@ class IncomingTransfer:
     def _take_end(self, lane: _Lane, totals: TransferTotals) -> None:
         if totals.epoch > self._epoch:
             raise ProtocolError(f"END of epoch {totals.epoch}, {self._epoch} were begun")
-        lane.is_over = totals.epoch >= lane.asked_epoch
+        if totals.num_words > max(1, lane.num_words):
+            raise ProtocolError(f"END behind {totals.num_words} words, {lane.num_words} were sent")
+        lane.is_over = totals.num_words >= lane.num_words
+        totals = replace(totals, num_words=1)
         if totals.epoch < self._epoch:
             return  # of before the last loss: another END follows
         if self._totals is not None and totals != self._totals:
@@ -121,8 +126,11 @@ class IncomingTransfer:
     # ------------------------------------------------------------ streams that break
 
     def lose(self, stream: int) -> None:
-        """Take note that a stream broke: nothing more of it counts."""
+        """Take note that a stream broke: nothing more of it counts, and what it was to tell is told again."""
         self._lanes[stream].is_lost = True
+        for lane in self._lanes:
+            if lane.told_over == stream:
+                lane.is_told = False
 
     def is_over(self, stream: int) -> bool:
         """Return whether nothing more of the transfer comes over a stream."""
@@ -139,15 +147,15 @@ class IncomingTransfer:
         return self._totals is not None and not self.is_finished
 
     def tell_losses(self, carrier: int) -> tuple[tuple[int, int], ...]:
-        """Return the resumes that must go out over `carrier` now."""
+        """Return the resumes that must go out over `carrier` now, in one ATTACH frame."""
+        self._lanes[carrier].num_words += 1
         told = [(n, lane) for n, lane in enumerate(self._lanes) if self._untold(lane)]
         for _, lane in told:
-            lane.is_told = True
+            self._epoch += lane.told_over is None
+            lane.is_told, lane.told_over = True, carrier
         if told:
-            self._epoch += 1
             self._totals = None
             self._lanes[carrier].is_over = False
-            self._lanes[carrier].asked_epoch = self._epoch
         return tuple((stream, lane.num_frames) for stream, lane in told)
 
     @staticmethod

@@ -88,7 +88,9 @@ class TransferTotals:
     digest: int = 0
     """The sum, modulo 2**64, of the pages' tags: in any order, over any streams, the same."""
     epoch: int = 0
-    """How often the asker had told of lost streams: pages behind such a word count as never sent."""
+    """How many lost streams the asker had told of: pages that it lost with them count as never sent."""
+    num_words: int = 1
+    """ATTACH frames that had come over this stream: nothing follows unless another comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +271,7 @@ def encode_totals(totals: TransferTotals) -> bytes:
             "tokens_computed": totals.tokens_computed,
             "digest": totals.digest,
             "epoch": totals.epoch,
+            "num_words": totals.num_words,
         }
     )
 
@@ -284,6 +287,7 @@ def parse_totals(data: bytes) -> TransferTotals:
         tokens_computed=count_of(value, "tokens_computed", 0, limit),
         digest=count_of(value, "digest", 0, (1 << 64) - 1),
         epoch=count_of(value, "epoch", 0, MAX_TOKEN_ID),
+        num_words=count_of(value, "num_words", 1, MAX_TOKEN_ID),
     )
 
 

@@ -78,6 +78,8 @@ class SendingLane:
     is_lost: bool = False
     is_blocked: bool = False
     """Its driver waits for the receiver to take what was sent."""
+    num_words: int = 1
+    """ATTACH frames that came over it."""
     is_told: bool = False
     """The receiver has said what of it arrived."""
     items: list[Item] = field(default_factory=list)
@@ -206,6 +208,7 @@ class OutgoingTransfer:
         if attach.stream != lane.stream:
             raise ProtocolError(f"stream {lane.stream} says that it is stream {attach.stream}")
         self._take_back(attach.resumes)
+        lane.num_words += 1
         lane.is_over = False
         self._tell(self.on_news)
 
@@ -220,7 +223,7 @@ class OutgoingTransfer:
             lost = self._lanes.get(stream)
             if lost is None and num_frames:
                 raise ProtocolError(f"stream {stream} was never attached, nothing came of it")
-            if lost is not None and (lost.is_told or num_frames > len(lost.sealed)):
+            if lost is not None and not self._may_be(lost, num_frames):
                 raise ProtocolError(
                     f"{num_frames} frames of stream {stream} arrived, {len(lost.sealed)} were sent"
                 )
@@ -230,12 +233,17 @@ class OutgoingTransfer:
             lost = self._lanes.get(stream)
             if lost is None:
                 self._dead_streams.add(stream)
-                continue
-            lost.is_lost = lost.is_told = True
-            lost.is_blocked = False
-            self._requeue(lost, num_frames)
-        if resumes:
-            self._epoch += 1
+            elif not lost.is_told:
+                lost.is_lost = lost.is_told = True
+                lost.is_blocked = False
+                self._requeue(lost, num_frames)
+        told = sum(lane.is_told for lane in self._lanes.values())
+        self._epoch = len(self._dead_streams) + told
+
+    @staticmethod
+    def _may_be(lane: SendingLane, num_frames: int) -> bool:
+        """Return whether so many frames of a lost stream can have come; what was told once may be told again."""
+        return num_frames == len(lane.sealed) if lane.is_told else num_frames <= len(lane.sealed)
 
     def _requeue(self, lane: SendingLane, num_frames: int) -> None:
         for num_bytes, num_kv_bytes, tag in lane.sealed[num_frames:]:
@@ -253,6 +261,9 @@ class OutgoingTransfer:
                     self._urgent.appendleft(item)
                 case Last():
                     continue
+        for item in lane.items[len(lane.sealed) :]:  # taken, and being encoded
+            if isinstance(item, PagePlace):
+                self._credit.returned(self.view(item).nbytes)
         self._num_unsealed -= len(lane.items) - len(lane.sealed)
         del lane.items[num_frames:], lane.sealed[num_frames:]
 
@@ -306,7 +317,7 @@ class OutgoingTransfer:
         self._num_answers += _num_answers([item])
         if isinstance(item, Urgent):
             return Piece(encode_frame(item.type, item.payload, lane.seal))
-        return Piece(self._last_frame(lane.seal))
+        return Piece(self._last_frame(lane))
 
     def _seal_page(
         self,
@@ -334,10 +345,10 @@ class OutgoingTransfer:
             self._tell(self.on_news)  # streams that found nothing more to take may end now
         return Piece(header, payload, True)
 
-    def _last_frame(self, seal: FrameSeal) -> bytes:
+    def _last_frame(self, lane: SendingLane) -> bytes:
         if self._error is not None:
             message = self._error.encode()[: MAX_PAYLOAD_BYTES[FrameType.ERROR]]
-            return encode_frame(FrameType.ERROR, message, seal)
+            return encode_frame(FrameType.ERROR, message, lane.seal)
         totals = TransferTotals(
             num_pages=self.num_pages_sent,
             num_answers=self._num_answers,
@@ -345,8 +356,9 @@ class OutgoingTransfer:
             tokens_computed=self._tokens_computed or 0,
             digest=self._digest % (1 << 64),
             epoch=self._epoch,
+            num_words=lane.num_words,
         )
-        return encode_frame(FrameType.END, encode_totals(totals), seal)
+        return encode_frame(FrameType.END, encode_totals(totals), lane.seal)
 
     # ------------------------------------------------------------ the lease
 
@@ -387,8 +399,12 @@ class OutgoingTransfer:
         assert self._num_answers == sum(answers), "answers sent"
         unsealed = [len(lane.items) - len(lane.sealed) for lane in self._lanes.values()]
         assert self._num_unsealed == sum(unsealed), "unsealed"
+        taken = [i for lane in self._lanes.values() for i in lane.items[len(lane.sealed) :]]
+        num_taken = sum(self.view(i).nbytes for i in taken if isinstance(i, PagePlace))
+        num_spent = sum(entry[1] for entry in sealed) + num_taken
+        assert self._credit.in_flight_bytes == num_spent, "credit"
         for lane in self._lanes.values():
-            assert sum(isinstance(item, Last) for item in lane.items) <= 1 + self._epoch, "last"
+            assert sum(isinstance(item, Last) for item in lane.items) <= lane.num_words, "last"
 
 
 def _num_answers(items: list[Item]) -> int:

@@ -275,7 +275,11 @@ class KvChannel:
         response = web.StreamResponse(headers={"X-Accel-Buffering": "no"})
         response.content_type = "application/octet-stream"
         response.enable_chunked_encoding()
-        await response.prepare(request)
+        try:
+            await response.prepare(request)
+        except BaseException:  # the asker has left: or nothing would ever be owed over this stream
+            transfer.lose(lane)
+            raise
         # A transfer that ends otherwise must not wait for an asker that does not read.
         abort = _aborting(request, transfer)
         transfer.on_end.add(abort)

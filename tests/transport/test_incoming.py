@@ -29,7 +29,9 @@ def end(totals: TransferTotals = TOTALS) -> Frame:
 def two_streams() -> tuple[IncomingTransfer, Pages]:
     held = Pages()
     incoming = IncomingTransfer(held)
-    assert (incoming.new_stream(), incoming.new_stream()) == (0, 1)
+    for number in range(2):
+        assert incoming.new_stream() == number
+        assert incoming.tell_losses(number) == ()
     return incoming, held
 
 
@@ -97,7 +99,7 @@ def test_an_end_of_before_a_loss_does_not_count():
     incoming.take(0, end())  # it was under way when the word of the loss was
     assert not is_finished(incoming)
     assert not is_over(incoming)
-    incoming.take(0, end(replace(TOTALS, epoch=1)))
+    incoming.take(0, end(replace(TOTALS, epoch=1, num_words=2)))
     assert is_finished(incoming)
     assert is_over(incoming)
 

@@ -202,12 +202,20 @@ def test_a_stream_that_was_lost_before_it_attached_cannot_attach_any_more():
         transfer.attach(attach(0), CHECKSUM)
 
 
-def test_what_was_lost_is_told_of_once():
+def test_what_was_lost_may_be_told_again_but_not_otherwise():
+    """The word of a loss may be lost itself, with the stream that carried it."""
     transfer = make_transfer()
-    transfer.attach(attach(0), CHECKSUM)
-    transfer.attach(attach(1, (0, 0)), CHECKSUM)
-    with pytest.raises(ProtocolError):
-        transfer.attach(attach(2, (0, 0)), CHECKSUM)
+    lane = transfer.attach(attach(0), CHECKSUM)
+    for block in range(3):
+        transfer.put_page(place(block))
+    take_all(transfer, lane)
+    transfer.attach(attach(1, (0, 2)), CHECKSUM)
+    transfer.attach(attach(2, (0, 2), (1, 0)), CHECKSUM)
+    assert transfer.num_pages_sent == 2
+    transfer.check()
+    for frames in (1, 3):
+        with pytest.raises(ProtocolError):
+            transfer.attach(attach(3, (0, frames)), CHECKSUM)
 
 
 LEASE_S = 8.0
