@@ -1,6 +1,7 @@
 """`prfaas simulate`: what deployments would carry, found by running them on a virtual clock."""
 
 import json
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -125,6 +126,9 @@ def _check_options(
     from prfaas.errors import ConfigError
     from prfaas.sim.chart_file import check_chart_path
 
+    for option, value in (("--rate", rate_rps), ("--rate-factor", rate_factor)):
+        if value is not None and isnan(value):
+            raise ConfigError(f"{option}: {value} is no number")
     if trace_path is not None and rate_rps is not None:
         raise ConfigError("--rate: a trace has its own times; use --rate-factor")
     if trace_path is None and rate_factor != 1:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from prfaas.config.tables import Table
+from prfaas.scheduler.rebalancer import RebalanceOptions
 
 MAX_SECONDS = 1e9
 MAX_FLOWS = 1_000_000
@@ -35,6 +36,15 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rebalancing:
+    """Local instances change their roles as the prompts do."""
+
+    options: RebalanceOptions
+    conversion_s: float
+    """From the last request in the old role to the first in the new one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOptions:
     """How a deployment behaves beyond its plan."""
 
@@ -62,6 +72,8 @@ class SimulationOptions:
     decode: Literal["fluid", "stepped"] = "fluid"
     link: tuple[LinkChange, ...] = ()
     failures: tuple[Failure, ...] = ()
+    rebalance: Rebalancing | None = None
+    """None leaves every instance in its role."""
 
 
 def read_simulation(table: Table) -> SimulationOptions:
@@ -90,6 +102,7 @@ def read_simulation(table: Table) -> SimulationOptions:
             if "failures" in table
             else ()
         ),
+        rebalance=_rebalancing(table.table("rebalance")) if "rebalance" in table else None,
     )
     table.finish()
     return options
@@ -101,6 +114,28 @@ def _seconds(table: Table, key: str, default: float) -> float:
 
 def _cache(table: Table, key: str) -> int:
     return table.integer(key, minimum=0, maximum=MAX_CACHE_TOKENS, default=0)
+
+
+def _rebalancing(table: Table) -> Rebalancing:
+    own = RebalanceOptions()
+    found = Rebalancing(
+        options=RebalanceOptions(
+            period_s=_seconds(table, "period_s", own.period_s),
+            dwell_s=table.number("dwell_s", minimum=0, maximum=MAX_SECONDS, default=own.dwell_s),
+            min_gain_fraction=table.number(
+                "min_gain_fraction", minimum=0, maximum=100, default=own.min_gain_fraction
+            ),
+            confirmations=table.integer(
+                "confirmations", minimum=1, maximum=1000, default=own.confirmations
+            ),
+            num_prompts=table.integer(
+                "num_prompts", minimum=4, maximum=100_000, default=own.num_prompts
+            ),
+        ),
+        conversion_s=table.number("conversion_s", minimum=0, maximum=MAX_SECONDS, default=30.0),
+    )
+    table.finish()
+    return found
 
 
 def _change(table: Table) -> LinkChange:

@@ -49,11 +49,18 @@ class Dispatcher:
         self._fraction = max_egress_fraction
         self._num_inflight = 0
 
+    def follow(self, policy: Policy) -> None:
+        """Decide by another policy from now on; what is in flight stays."""
+        self._policy = policy
+
     def saw(self, index: int, view: RemoteView) -> None:
-        """Take note of a cluster as it was at `view.prefill.taken_s`."""
+        """Take note of a cluster as it was at `view.prefill.taken_s`.
+
+        It had got what was decided half a round trip before.
+        """
         remote = self._remotes[index]
         remote.view = view
-        while remote.sent and remote.sent[0][0] <= view.prefill.taken_s:
+        while remote.sent and remote.sent[0][0] <= view.prefill.taken_s - view.link.rtt_s / 2:
             remote.sent_work_s -= remote.sent.popleft()[1]
 
     def decide(self, prompt: Prompt, *, local: PrefillView, now_s: float) -> Decision:

@@ -1,13 +1,14 @@
 """The decode instances of a cluster; a sequence joins the one with the fewest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from math import ceil
 from typing import Literal
 
 from prfaas.scheduler.profile import DecodeProfile
-from prfaas.sim.decode import Sequence, SteppedDecode, fluid_decode
+from prfaas.sim.decode import Sequence as Stepped
+from prfaas.sim.decode import SteppedDecode, fluid_decode
 from prfaas.sim.events import Events
 from prfaas.sim.sharing import Share, SharedServer
 
@@ -32,16 +33,23 @@ class DecodePool:
         model: Literal["fluid", "stepped"] = "fluid",
     ) -> None:
         make = fluid_decode if model == "fluid" else SteppedDecode
+        self._make = partial(make, events, profile, max_batch=max_batch)
         self._servers: list[SharedServer | SteppedDecode] = [
-            make(events, profile, max_batch=max_batch) for _ in range(num_instances)
+            self._make() for _ in range(num_instances)
         ]
-        self._here: list[dict[object, tuple[Share | Sequence, LostSequence]]] = [
+        self._here: list[dict[object, tuple[Share | Stepped, LostSequence]]] = [
             {} for _ in self._servers
         ]
         self._is_up = [True] * num_instances
         self._queue = [(0, index) for index in range(num_instances)]
         self._queued = set(self._queue)
+        self._drained: dict[int, Callable[[], object]] = {}
         self._homeless: list[tuple[int, Callable[[], object], LostSequence]] = []
+
+    @property
+    def num_up(self) -> int:
+        """Return the instances that take sequences."""
+        return sum(self._is_up) - len(self._drained)
 
     @property
     def num_sequences(self) -> int:
@@ -70,13 +78,14 @@ class DecodePool:
         while self._queue:
             load, index = entry = heappop(self._queue)
             self._queued.remove(entry)
-            if self._is_up[index] and load == len(self._here[index]):
+            is_open = self._is_up[index] and index not in self._drained
+            if is_open and load == len(self._here[index]):
                 return index
         return None
 
-    def lose(self, num_instances: int) -> int:
-        """Take instances away at once, with all their sequences; return how many there were."""
-        up = [index for index, is_up in enumerate(self._is_up) if is_up]
+    def lose(self, num_instances: int) -> list[int]:
+        """Take instances away at once, with all their sequences; return which."""
+        up = [i for i, is_up in enumerate(self._is_up) if is_up and i not in self._drained]
         for index in up[:num_instances]:
             self._is_up[index] = False
             server, here = self._servers[index], self._here[index]
@@ -85,17 +94,44 @@ class DecodePool:
                 left = _tokens_left(server, place)
                 _withdraw(server, place)
                 on_lost(left)
-        return len(up[:num_instances])
+        return up[:num_instances]
 
-    def restore(self, num_instances: int) -> None:
-        """Bring so many lost ones back, empty."""
-        down = [index for index, is_up in enumerate(self._is_up) if not is_up]
-        for index in down[:num_instances]:
+    def restore(self, indices: Sequence[int]) -> None:
+        """Bring lost ones back, empty."""
+        for index in indices:
             self._is_up[index] = True
-            self._enqueue(index)
+            self._take_in(index)
+
+    def _take_in(self, index: int) -> None:
+        """Let an empty instance have sequences, those without a home first."""
+        self._enqueue(index)
         waiting, self._homeless = self._homeless, []
         for sequence in waiting:
             self.submit(*sequence)
+
+    def _leave_if_drained(self, index: int) -> None:
+        if index in self._drained and not self._here[index]:
+            self._is_up[index] = False
+            self._drained.pop(index)()
+
+    def add(self) -> None:
+        """Have one more instance."""
+        self._servers.append(self._make())
+        self._here.append({})
+        self._is_up.append(True)
+        self._take_in(len(self._servers) - 1)
+
+    def drain(self, on_drained: Callable[[], object]) -> None:
+        """Let the instance with the fewest sequences end them, and then take it away.
+
+        Raises:
+            ValueError: there is no instance.
+        """
+        index = self._least_loaded()
+        if index is None:
+            raise ValueError("no instance to drain")
+        self._drained[index] = on_drained
+        self._leave_if_drained(index)
 
     def check(self) -> None:
         """Assert that each instance has the sequences that were put there."""
@@ -103,28 +139,31 @@ class DecodePool:
         for index, server in enumerate(self._servers):
             server.check()
             assert server.num_active + server.num_waiting == len(self._here[index])
-            if self._is_up[index]:
+            if self._is_up[index] and index not in self._drained:
                 assert (len(self._here[index]), index) in self._queued
-            else:
+            elif not self._is_up[index]:
                 assert not self._here[index]
 
     def _done(self, index: int, key: object, on_done: Callable[[], object]) -> None:
         del self._here[index][key]
-        self._enqueue(index)
+        if index in self._drained:
+            self._leave_if_drained(index)
+        else:
+            self._enqueue(index)
         on_done()
 
 
-def _tokens_left(server: SharedServer | SteppedDecode, place: Share | Sequence) -> int:
+def _tokens_left(server: SharedServer | SteppedDecode, place: Share | Stepped) -> int:
     if isinstance(server, SteppedDecode):
-        assert isinstance(place, Sequence)
+        assert isinstance(place, Stepped)
         return place.tokens_left
     assert isinstance(place, Share)
     return max(1, ceil(server.amount_left(place)))
 
 
-def _withdraw(server: SharedServer | SteppedDecode, place: Share | Sequence) -> None:
+def _withdraw(server: SharedServer | SteppedDecode, place: Share | Stepped) -> None:
     if isinstance(server, SteppedDecode):
-        assert isinstance(place, Sequence)
+        assert isinstance(place, Stepped)
         server.withdraw(place)
     else:
         assert isinstance(place, Share)

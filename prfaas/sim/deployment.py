@@ -7,7 +7,6 @@ arrivals = done + in flight, always.
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import islice
 from random import Random
 
 from prfaas.config.simulation_table import Failure, SimulationOptions
@@ -15,8 +14,10 @@ from prfaas.config.traces import TraceRequest
 from prfaas.scheduler.dispatch import Dispatcher
 from prfaas.scheduler.forecast import Profiles, Prompt, RemoteView
 from prfaas.scheduler.planner import Plan
-from prfaas.scheduler.policies import PolicyName, make_policy
+from prfaas.scheduler.policies import Policy, PolicyName, make_policy
+from prfaas.scheduler.rebalancer import Rebalancer
 from prfaas.scheduler.throughput import ThroughputModel
+from prfaas.sim.conversion import Conversions
 from prfaas.sim.decode_pool import DecodePool
 from prfaas.sim.events import Action, Events
 from prfaas.sim.journey import Journey, Tally
@@ -77,17 +78,40 @@ class Deployment:
                 )
             )
         self._dispatcher = Dispatcher(
-            make_policy(
-                policy, profiles=self._profiles, threshold_tokens=plan.threshold_tokens or 0.0
-            ),
+            self._made(policy, plan.threshold_tokens or 0.0),
             self._profiles,
             remotes=tuple(remote.view() for remote in self.remotes),
             max_egress_fraction=options.max_egress_fraction,
         )
         self._seen: list[RemoteView] = [remote.view() for remote in self.remotes]
-        self._remote: dict[Journey, RemotePrefill] = {}
+        self._remote: dict[Journey, tuple[int, RemotePrefill | None]] = {}
+        """The cluster, and the prefill there once the request has reached it."""
+        self._is_over = False
+        self._rebalancer: Rebalancer | None = None
+        self._conversions: Conversions | None = None
+        if options.rebalance is not None:
+            self._rebalancer = Rebalancer(model, plan.kind, options.rebalance.options)
+            self._conversions = Conversions(
+                self.events,
+                self._rebalancer,
+                prefill=self.prefill,
+                decode=self.decode,
+                num_prfaas=plan.shape.num_prfaas,
+                period_s=options.rebalance.options.period_s,
+                conversion_s=options.rebalance.conversion_s,
+                is_over=lambda: self._is_over,
+                on_threshold=lambda t: self._dispatcher.follow(self._made(policy, t)),
+            )
         for failure in options.failures:
             self.events.at(failure.at_s, partial(self._fail, failure))
+
+    def _made(self, policy: PolicyName, threshold_tokens: float) -> Policy:
+        return make_policy(policy, profiles=self._profiles, threshold_tokens=threshold_tokens)
+
+    @property
+    def num_conversions(self) -> int:
+        """Return the instances that have changed their role."""
+        return 0 if self._conversions is None else self._conversions.num_done
 
     @property
     def egress_bytes(self) -> float:
@@ -110,7 +134,10 @@ class Deployment:
         assert self._dispatcher.num_inflight == len(self._remote)
 
     def _next(self, requests: Iterator[TraceRequest]) -> None:
-        for request in islice(requests, 1):
+        request = next(requests, None)
+        if request is None:
+            self._is_over = True
+        else:
             self.events.at(request.arrival_s, partial(self._arrive, request, requests))
 
     def _arrive(self, request: TraceRequest, requests: Iterator[TraceRequest]) -> None:
@@ -124,6 +151,8 @@ class Deployment:
             prompt=self._prompt(request, request.input_tokens),
         )
         self.tally.prompt_tokens += request.input_tokens
+        if self._rebalancer is not None:
+            self._rebalancer.saw(journey.prompt.uncached_tokens, request.output_tokens)
         self._dispatch(journey)
         self._next(requests)
 
@@ -176,9 +205,9 @@ class Deployment:
             self._dispatcher.ended(index, prompt)
             then()
 
-        def stalled() -> None:
+        def stalled(prefill: RemotePrefill) -> None:
             self.tally.num_fallbacks += 1
-            self._remote[journey].give_up()
+            prefill.give_up()
             has_local = self.prefill.num_servers > 0
             again = self._prefill_here if has_local else self._dispatch
             ended(partial(again, journey))
@@ -187,15 +216,22 @@ class Deployment:
             remote.cache.add(journey.request.block_ids)
             ended(partial(self._later, self._way_back_s(), partial(self._prefilled, journey)))
 
+        def lost() -> None:
+            self._saw(index, remote.view())  # a broken connection says so at once
+            ended(partial(self._again, journey))
+
         def begin() -> None:
-            self._remote[journey] = remote.prefill(
+            prefill = remote.prefill(
                 service_s=self._profiles.remote_work_s(prompt, index),
                 num_bytes=self._profiles.kv_bytes(prompt),
                 on_arrived=arrived,
                 on_stalled=stalled,
-                on_lost=lambda: ended(partial(self._again, journey)),
+                on_lost=lost,
             )
+            self._remote[journey] = (index, prefill)
 
+        self._remote[journey] = (index, None)
+        remote.changed()
         self._later(self._rtt_s / 2, begin)
 
     def _later(self, delay_s: float, action: Action) -> None:
@@ -247,12 +283,16 @@ class Deployment:
     def _fail(self, failure: Failure) -> None:
         """Take instances away and bring them back later, of the first PrfaaS cluster."""
         if failure.role == "decode":
-            num = self.decode.lose(failure.instances)
-            self.events.after(failure.for_s, partial(self.decode.restore, num))
+            lost = self.decode.lose(failure.instances)
+            self.events.after(failure.for_s, partial(self.decode.restore, lost))
         elif failure.role == "prefill":
             self._lose(self.prefill, failure)
         elif self.remotes:
             self._lose(self.remotes[0].station, failure)
+            if not self.remotes[0].station.num_servers:
+                for index, prefill in list(self._remote.values()):
+                    if index == 0 and prefill is not None:
+                        prefill.lose()
 
     def _lose(self, station: Station, failure: Failure) -> None:
         num = min(failure.instances, station.num_servers)

@@ -16,10 +16,16 @@ from prfaas.sim.station import Job, Station
 class RemotePrefill:
     """One prefill there and its transfer, until it arrived or was given up."""
 
-    def __init__(self, station: Station, transfer: Transfer) -> None:
+    def __init__(self, station: Station, transfer: Transfer, on_lost: Callable[[], object]) -> None:
         self._station = station
+        self._on_lost = on_lost
         self.transfer = transfer
         self.job: Job | None = None
+
+    def lose(self) -> None:
+        """Give it up because its instance is gone, and say so."""
+        self.give_up()
+        self._on_lost()
 
     def give_up(self) -> None:
         """Take it out of queue, service and link."""
@@ -80,10 +86,14 @@ class RemoteCluster:
         service_s: float,
         num_bytes: float,
         on_arrived: Callable[[], object],
-        on_stalled: Callable[[], object],
+        on_stalled: Callable[[RemotePrefill], object],
         on_lost: Callable[[], object],
     ) -> RemotePrefill:
         """Begin a prefill; one of the three is called in the end, `on_arrived` with all KVCache here."""
+
+        def stalled() -> None:
+            on_stalled(prefill)
+
         transfer = Transfer(
             self._events,
             self.link,
@@ -91,22 +101,16 @@ class RemoteCluster:
             pieces=self._options.pieces,
             stall_timeout_s=self._options.stall_timeout_s,
             on_arrived=on_arrived,
-            on_stalled=on_stalled,
+            on_stalled=stalled,
         )
-        prefill = RemotePrefill(self.station, transfer)
-
-        def lost() -> None:
-            transfer.give_up()
-            on_lost()
-
-        self._wake()
+        prefill = RemotePrefill(self.station, transfer, on_lost)
         prefill.job = self.station.submit(
-            service_s, transfer.finish, partial(transfer.begin, service_s), lost
+            service_s, transfer.finish, partial(transfer.begin, service_s), prefill.lose
         )
         return prefill
 
     def changed(self) -> None:
-        """Report, as after instances came or went."""
+        """Report in a while: work or instances have come, or are on their way."""
         self._wake()
 
     def check(self) -> None:

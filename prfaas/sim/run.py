@@ -44,6 +44,8 @@ class Run:
     """Of all prompt tokens, those that a prefix cache had."""
     num_fallbacks: int
     num_lost: int
+    num_conversions: int
+    """Local instances that changed their role."""
     prediction_error_s: float
     """Mean distance between predicted and actual TTFT."""
     reasons: dict[str, int]
@@ -94,6 +96,7 @@ def simulate(
         hit_fraction=tally.hit_tokens / tally.prompt_tokens,
         num_fallbacks=tally.num_fallbacks,
         num_lost=tally.num_lost,
+        num_conversions=deployment.num_conversions,
         prediction_error_s=fsum(map(abs, tally.errors_s)) / len(tally.errors_s),
         reasons=dict(sorted(tally.reasons.items())),
     )

@@ -155,3 +155,20 @@ def test_a_service_that_is_no_time_is_refused(service_s):
 def test_a_count_of_servers_below_zero_is_refused():
     with pytest.raises(ValueError, match="-1 servers"):
         Station(Events(), num_servers=1).set_servers(-1)
+
+
+def test_a_server_that_fails_loses_its_job_and_the_queue_goes_on_with_the_others():
+    events, ended, lost = Events(), list[str](), list[str]()
+    station = Station(events, num_servers=2)
+    for name in "abcd":
+        station.submit(10.0, partial(ended.append, name), on_lost=partial(lost.append, name))
+    events.at(4.0, lambda: station.lose(1))
+    events.run(until_s=4.0)
+    station.check()
+    assert (lost, station.num_servers, station.num_serving) == (["a"], 1, 1)
+    assert station.residual_work_s == pytest.approx(6.0)
+    events.run()
+    assert (ended, station.num_withdrawn) == (["b", "c", "d"], 1)
+    assert station.residual_work_s == 0
+    station.lose(7)
+    assert station.num_servers == 0

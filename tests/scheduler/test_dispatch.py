@@ -1,0 +1,82 @@
+"""What was decided counts at once, and is taken back when it ends."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.scheduler.dispatch import BUDGET_BURST_S, Dispatcher
+from prfaas.scheduler.forecast import LinkView, PrefillView, Profiles, Prompt, RemoteView
+from prfaas.scheduler.policies import AlwaysRemote, Local
+from tests.scheduler.planning import FAST, KV, profile
+
+PROFILES = Profiles(local=profile(), remote=profile(FAST, decodes=False))
+LOCAL = PrefillView(num_instances=1)
+
+
+def cluster(taken_s: float = 0.0, **prefill) -> RemoteView:
+    return RemoteView(
+        name="r",
+        prefill=PrefillView(**({"num_instances": 2, "taken_s": taken_s} | prefill)),
+        link=LinkView(bytes_per_s=1e9),
+    )
+
+
+def dispatcher() -> Dispatcher:
+    return Dispatcher(
+        AlwaysRemote(profiles=PROFILES), PROFILES, remotes=(cluster(),), max_egress_fraction=0.5
+    )
+
+
+def test_a_decision_is_in_the_next_view_until_a_report_has_it():
+    router, prompt = dispatcher(), Prompt(num_tokens=8000)
+    router.decide(prompt, local=LOCAL, now_s=1.0)
+    router.decide(prompt, local=LOCAL, now_s=2.0)
+    (seen,) = router.view(LOCAL, 2.0).remotes
+    assert (seen.prefill.num_sent, seen.prefill.sent_work_s) == (2, 2 * FAST(8000))
+    assert seen.link.backlog_bytes == 2 * KV(8000)
+    router.saw(0, cluster(taken_s=1.5, num_busy=1))
+    (seen,) = router.view(LOCAL, 2.0).remotes
+    assert (seen.prefill.num_sent, seen.prefill.num_busy) == (1, 1)
+    assert seen.link.backlog_bytes == 2 * KV(8000), "a report says nothing of what arrived"
+    router.ended(0, prompt)
+    router.ended(0, prompt)
+    assert router.view(LOCAL, 2.0).remotes[0].link.backlog_bytes == 0
+
+
+def test_the_budget_is_spent_by_decisions_and_comes_back_with_time():
+    router, prompt = dispatcher(), Prompt(num_tokens=8000)
+    limit = BUDGET_BURST_S * 0.5e9
+    assert router.view(LOCAL, 0.0).remotes[0].link.budget_bytes == limit
+    for _ in range(30):
+        router.decide(prompt, local=LOCAL, now_s=0.0)
+    spent = router.view(LOCAL, 0.0).remotes[0].link.budget_bytes
+    assert spent == pytest.approx(limit - 30 * KV(8000))
+    assert spent < 0
+    assert router.view(LOCAL, 2.0).remotes[0].link.budget_bytes == pytest.approx(spent + 1e9)
+    assert router.view(LOCAL, 1e6).remotes[0].link.budget_bytes == limit
+
+
+@given(st.lists(st.tuples(st.integers(1, 100_000), st.booleans()), max_size=20))
+def test_when_nothing_is_in_flight_nothing_is_counted(steps):
+    router, flying = dispatcher(), []
+    for tokens, ends in steps:
+        prompt = Prompt(num_tokens=tokens)
+        router.decide(prompt, local=LOCAL, now_s=0.0)
+        flying.append(prompt)
+        if ends:
+            router.ended(0, flying.pop(0))
+        assert router.num_inflight == len(flying)
+    for prompt in flying:
+        router.ended(0, prompt)
+    router.saw(0, cluster(taken_s=1.0))
+    (seen,) = router.view(LOCAL, 1.0).remotes
+    assert (seen.link.backlog_bytes, seen.prefill.num_sent) == (0, 0)
+    assert seen.prefill.sent_work_s == pytest.approx(0, abs=1e-6)
+
+
+def test_a_new_policy_decides_and_keeps_what_is_in_flight():
+    router = dispatcher()
+    router.decide(Prompt(num_tokens=10), local=LOCAL, now_s=0.0)
+    router.follow(Local(profiles=PROFILES))
+    assert router.decide(Prompt(num_tokens=10), local=LOCAL, now_s=0.0).remote is None
+    assert router.num_inflight == 1

@@ -1,0 +1,182 @@
+"""Each policy chooses as it says, and none chooses a cluster that cannot serve."""
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.scheduler.forecast import (
+    ClustersView,
+    LinkView,
+    PrefillView,
+    Profiles,
+    Prompt,
+    RemoteView,
+)
+from prfaas.scheduler.policies import (
+    POLICIES,
+    Predictive,
+    Static,
+    Threshold,
+    ThresholdOptions,
+    as_policy,
+    make_policy,
+)
+from tests.scheduler.planning import FAST, profile
+
+PROFILES = Profiles(local=profile(), remote=profile(FAST, decodes=False))
+LINK = LinkView(bytes_per_s=1e10)
+BUDGET = {"budget_limit_bytes": 7e10, "budget_bytes_per_s": 7e9}
+
+
+def view(
+    *, local: PrefillView | None = None, queue_s: float = 0.0, link: LinkView = LINK
+) -> ClustersView:
+    prefill = PrefillView(
+        num_instances=1, num_busy=int(queue_s > 0), residual_work_s=queue_s, taken_s=0.0
+    )
+    return ClustersView(
+        local=local or PrefillView(num_instances=1),
+        remotes=(RemoteView(name="r", prefill=prefill, link=link),),
+    )
+
+
+def make(name: str):
+    return make_policy(as_policy(name), profiles=PROFILES, threshold_tokens=10_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "remote", "reason"),
+    [
+        ("local", 100_000, None, "policy"),
+        ("always-remote", 100, 0, "policy"),
+        ("static", 10_000, None, "short"),
+        ("static", 10_001, 0, "long"),
+        ("threshold", 10_000, None, "short"),
+        ("threshold", 10_001, 0, "long"),
+        ("predictive", 100, 0, "earlier"),
+    ],
+)
+def test_a_decision_says_where_and_why(name, tokens, remote, reason):
+    decision = make(name).decide(Prompt(num_tokens=tokens), view(), 0.0)
+    assert (decision.remote, decision.reason) == (remote, reason)
+    rate = PROFILES.local if remote is None else PROFILES.remote
+    assert rate is not None
+    assert decision.predicted_ttft_s == pytest.approx(rate.prefill_s(tokens), abs=0.3)
+
+
+@given(
+    name=st.sampled_from(POLICIES),
+    tokens=st.integers(1, 200_000),
+    num_local=st.sampled_from([0, 1, 5]),
+    remotes=st.lists(
+        st.tuples(st.sampled_from([0, 1, 5]), st.sampled_from([0.0, 1e9]), st.floats(0, 30)),
+        max_size=3,
+    ),
+    budget=st.sampled_from([-1e9, 0.0, 1e9, inf]),
+    now_s=st.floats(0, 100),
+)
+def test_no_policy_chooses_a_cluster_that_cannot_serve_while_another_can(
+    name, tokens, num_local, remotes, budget, now_s
+):
+    views = tuple(
+        RemoteView(
+            name=str(index),
+            prefill=PrefillView(num_instances=num, num_busy=num, residual_work_s=work_s),
+            link=LinkView(bytes_per_s=rate, budget_bytes=budget, **BUDGET),
+        )
+        for index, (num, rate, work_s) in enumerate(remotes)
+    )
+    seen = ClustersView(local=PrefillView(num_instances=num_local), remotes=views)
+    decision = make(name).decide(Prompt(num_tokens=tokens), seen, now_s)
+    usable = any(each.is_usable for each in views)
+    if decision.remote is None:
+        assert num_local or not views
+    else:
+        assert views[decision.remote].is_usable or not (num_local or usable)
+    assert decision.predicted_ttft_s >= 0
+
+
+def test_a_wanted_cluster_that_is_gone_is_the_reason():
+    gone = ClustersView(
+        local=PrefillView(num_instances=1),
+        remotes=(replace(view().remotes[0], link=LinkView(bytes_per_s=0)),),
+    )
+    assert make("static").decide(Prompt(num_tokens=50_000), gone, 0.0).reason == "no_remote"
+    naive = view(local=PrefillView(num_instances=0))
+    assert make("static").decide(Prompt(num_tokens=10), naive, 0.0).reason == "no_local"
+
+
+def test_prediction_stays_where_the_wait_is_shorter_by_more_than_the_work():
+    policy = Predictive(profiles=PROFILES)
+    short, long = Prompt(num_tokens=1_000), Prompt(num_tokens=60_000)
+    gains_s = [PROFILES.local.prefill_s(p.num_tokens) - FAST(p.num_tokens) for p in (short, long)]
+    seen = view(queue_s=sum(gains_s) / 2)
+    assert policy.decide(short, seen, 0.0).remote is None
+    assert policy.decide(long, seen, 0.0).remote == 0
+
+
+def test_as_the_budget_empties_the_prompts_that_save_least_for_a_byte_stay_first():
+    policy = Predictive(profiles=PROFILES)
+
+    def decided(tokens: int, fraction: float):
+        link = LinkView(bytes_per_s=1e10, budget_bytes=fraction * 7e10, **BUDGET)
+        return policy.decide(Prompt(num_tokens=tokens), view(link=link), 0.0)
+
+    assert [decided(tokens, 1.0).remote for tokens in (1_000, 60_000)] == [0, 0]
+    scarce = [decided(tokens, 0.03) for tokens in (1_000, 60_000)]
+    assert [d.remote for d in scarce] == [None, 0]
+    assert scarce[0].reason == "egress_budget"
+    assert decided(60_000, 0.0).remote is None, "nothing is left"
+
+
+def test_the_nearest_cluster_is_chosen_by_prediction():
+    busy, idle = view(queue_s=20.0).remotes[0], view().remotes[0]
+    seen = ClustersView(local=PrefillView(num_instances=1), remotes=(busy, idle))
+    for name in ("always-remote", "static", "threshold", "predictive"):
+        assert make(name).decide(Prompt(num_tokens=50_000), seen, 0.0).remote == 1
+
+
+def moved(policy: Threshold, seen: ClustersView, seconds: int) -> float:
+    for now_s in range(1, seconds + 1):
+        remote = seen.remotes[0]
+        fresh = replace(remote, prefill=replace(remote.prefill, taken_s=float(now_s)))
+        local = replace(seen.local, taken_s=float(now_s))
+        policy.decide(Prompt(num_tokens=5), replace(seen, local=local, remotes=(fresh,)), now_s)
+    return policy.threshold_tokens
+
+
+def test_the_threshold_rises_with_the_queue_there_and_with_the_link_and_falls_with_the_queue_here():
+    def fresh() -> Threshold:
+        return Threshold(profiles=PROFILES, threshold_tokens=1000.0)
+
+    assert moved(fresh(), view(queue_s=10.0), 3) > 1000
+    full = LinkView(bytes_per_s=1e10, egress_bytes_per_s=7.1e9)
+    assert moved(fresh(), view(link=full), 3) > 1000
+    here = PrefillView(num_instances=1, num_busy=1, residual_work_s=10.0)
+    assert moved(fresh(), view(local=here), 3) < 1000
+
+
+def test_the_threshold_rests_between_the_bands_dwells_and_keeps_its_bounds():
+    options = ThresholdOptions(dwell_s=10.0, bound_factor=2.0)
+    policy = Threshold(profiles=PROFILES, threshold_tokens=1000.0, options=options)
+    assert moved(policy, view(queue_s=0.9), 30) == 1000
+    full = view(queue_s=50.0)
+    assert moved(policy, full, 9) == pytest.approx(1080), "one move in ten seconds"
+    quick = replace(options, dwell_s=0.5)
+    policy = Threshold(profiles=PROFILES, threshold_tokens=1000.0, options=quick)
+    assert moved(policy, full, 50) == 2000
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0, -5.0, 1e18])
+def test_a_threshold_at_the_edge_is_one_side_for_all(threshold):
+    policy = Static(profiles=PROFILES, threshold_tokens=threshold)
+    decision = policy.decide(Prompt(num_tokens=2), view(), 0.0)
+    assert decision.remote == (None if threshold > 2 else 0)
+
+
+def test_an_unknown_policy_is_named():
+    with pytest.raises(ValueError, match="no policy 'best'; there are local, always-remote"):
+        as_policy("best")

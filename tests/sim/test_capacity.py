@@ -1,0 +1,62 @@
+"""A capacity is found by running, and is what the slowest stage carries."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.config.simulation_table import SimulationOptions
+from prfaas.scheduler.lengths import of_sample
+from prfaas.sim.capacity import WIDTH, bisected, capacities, growth, least_requests, unit_requests
+from prfaas.sim.deployment import own_policy
+from tests.scheduler.planning import model
+from tests.sim.deployments import MODEL, planned
+
+
+def test_requests_of_a_seed_come_at_exactly_one_a_second():
+    requests = unit_requests(MODEL.workload, num_requests=100, seed=3)
+    assert len(requests) == 100
+    assert requests[-1].arrival_s == pytest.approx(100.0)
+    assert requests == unit_requests(MODEL.workload, num_requests=100, seed=3)
+
+
+def test_growth_compares_the_last_quarter_with_the_second():
+    assert growth([5] * 40) == 0
+    assert growth(list(range(400))) == pytest.approx(1.0)
+    assert growth([0] * 30 + [7] * 10) == pytest.approx(7 / 20)
+
+
+@given(st.floats(1e-3, 1e5), st.floats(1e-3, 1e5), st.floats(1.01, 3.0))
+def test_bisection_finds_the_limit_from_any_guess(limit, low, width):
+    found = bisected(lambda rate: rate <= limit, low=low, high=low * width)
+    assert found == pytest.approx(limit, rel=WIDTH)
+
+
+def test_a_rate_that_is_never_too_much_is_said():
+    with pytest.raises(ValueError, match="are not too much"):
+        bisected(lambda rate: True, low=1.0, high=2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["homogeneous", "naive"])
+def test_the_capacity_is_lambda_max_of_equal_prompts(kind):
+    """With one length there is no luck in the draw; the model's rate is the oracle."""
+    of = model(of_sample([20_000.0]))
+    at = planned(kind, of=of)
+    found = capacities(
+        of,
+        at,
+        policy=own_policy(at),
+        options=SimulationOptions(pieces=1),
+        num_requests=1_000,
+        seeds=(0,),
+    )
+    assert found == [pytest.approx(at.rates.lambda_max_rps, rel=0.02)]
+
+
+def test_too_few_requests_are_refused():
+    at = planned()
+    assert least_requests(MODEL, at) == 4 * (2 + at.shape.num_prefill + 20 * at.shape.num_decode)
+    with pytest.raises(ValueError, match="100 requests do not fill"):
+        capacities(
+            MODEL, at, policy="static", options=SimulationOptions(), num_requests=100, seeds=(0,)
+        )
