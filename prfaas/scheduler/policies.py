@@ -1,12 +1,12 @@
 """Ways to choose the cluster that prefills a prompt, side by side behind one interface.
 
-`decide` reads a view and returns a decision: no clock, no randomness, no I/O. Only `Threshold` keeps
-anything between two decisions, its threshold. No policy sends a prompt where no instance is while
+`decide` reads a view and returns a decision: no clock, no randomness, no I/O, and nothing kept between
+two decisions. No policy sends a prompt where no instance is while
 another cluster has one.
 """
 
 from dataclasses import dataclass
-from math import inf
+from math import exp, inf, log
 from typing import Literal, Protocol, assert_never, get_args
 
 from prfaas.scheduler.forecast import ClustersView, Profiles, Prompt, RemoteView
@@ -23,6 +23,8 @@ that cluster has no instance, or no link."""
 
 MAX_EGRESS_FRACTION = 0.7
 """Of a link, before bursts need the rest (PrfaaS §4)."""
+
+QUEUE_GAIN_PER_S = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,64 +121,42 @@ class Static:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ThresholdOptions:
-    """How far and how fast t follows the link and the queues."""
-
-    step_fraction: float = 0.08
-    """By so much t moves at a time."""
-    dwell_s: float = 1.0
-    """Between two moves."""
-    band_s: float = 1.0
-    """Waits that differ by less are alike: no move."""
-    max_egress_fraction: float = MAX_EGRESS_FRACTION
-    bound_factor: float = 16.0
-    """t stays within the planned one divided and multiplied by it."""
-
-
 class Threshold:
     """What is longer than t goes, and t follows: up as link or queue there fill, down as they empty.
 
     A higher t sends fewer and longer prompts, and each costs less of the link per second that it
-    saves (PrfaaS §3.4.3). Between the two bands t stays: noise does not move it.
+    saves (PrfaaS §3.4.3). t moves by a power of what the queue there is longer than the one here, and
+    beyond the allowed share of the link by up to the whole range. It is a function of the view alone,
+    so that nothing winds up while a view is late.
     """
 
-    def __init__(
-        self,
-        *,
-        profiles: Profiles,
-        threshold_tokens: float,
-        options: ThresholdOptions | None = None,
-    ) -> None:
-        self._profiles = profiles
-        self._options = options or ThresholdOptions()
-        self._planned = max(threshold_tokens, 1.0)
-        self._moved_s = -inf
-        self.threshold_tokens = self._planned
+    profiles: Profiles
+    threshold_tokens: float
+    """Where both queues are alike and the link has room."""
+    gain_per_s: float = QUEUE_GAIN_PER_S
+    """log(t) rises by it for each second that the wait there is longer than here."""
+    max_egress_fraction: float = MAX_EGRESS_FRACTION
+    range_factor: float = 16.0
+    """t stays within `threshold_tokens` divided and multiplied by it."""
 
     def decide(self, prompt: Prompt, view: ClustersView, now_s: float) -> Decision:
-        """Return the side of t, after t has moved if it has to."""
-        self._move(view, now_s)
-        is_long = prompt.uncached_tokens > self.threshold_tokens
+        """Return the side of t that the uncached length is on."""
+        is_long = prompt.uncached_tokens > self.adapted(view, now_s)
         reason: PolicyReason = "long" if is_long else "short"
-        return _by_side(self._profiles, prompt, view, now_s, wants_remote=is_long, reason=reason)
+        return _by_side(self.profiles, prompt, view, now_s, wants_remote=is_long, reason=reason)
 
-    def _move(self, view: ClustersView, now_s: float) -> None:
-        options = self._options
-        candidates = view.candidates(now_s)
-        if not candidates or now_s - self._moved_s < options.dwell_s:
-            return
-        remotes = [view.remotes[index] for index in candidates]
+    def adapted(self, view: ClustersView, now_s: float) -> float:
+        """Return t for the queues and links of a view."""
+        remotes = [view.remotes[index] for index in view.candidates(now_s)]
+        here_s = view.local.wait_s(now_s)
+        if not remotes or here_s == inf:
+            return self.threshold_tokens
         use = min(remote.link.utilisation_fraction for remote in remotes)
-        lag_s = min(_delay_s(remote, now_s) for remote in remotes) - view.local.wait_s(now_s)
-        if use > options.max_egress_fraction or lag_s > options.band_s:
-            factor = 1 + options.step_fraction
-        elif use < 0.9 * options.max_egress_fraction and lag_s < -options.band_s:
-            factor = 1 / (1 + options.step_fraction)
-        else:
-            return
-        self._moved_s = now_s
-        low, high = self._planned / options.bound_factor, self._planned * options.bound_factor
-        self.threshold_tokens = min(max(self.threshold_tokens * factor, low), high)
+        excess = (use - self.max_egress_fraction) / (1 - self.max_egress_fraction + 1e-9)
+        limit = log(self.range_factor)
+        lag_s = min(_delay_s(remote, now_s) for remote in remotes) - here_s
+        move = self.gain_per_s * lag_s + limit * max(0.0, excess)
+        return self.threshold_tokens * exp(min(max(move, -limit), limit))
 
 
 def _delay_s(remote: RemoteView, now_s: float) -> float:

@@ -1,7 +1,7 @@
 """Each policy chooses as it says, and none chooses a cluster that cannot serve."""
 
 from dataclasses import replace
-from math import inf
+from math import exp, inf
 
 import pytest
 from hypothesis import given
@@ -17,10 +17,10 @@ from prfaas.scheduler.forecast import (
 )
 from prfaas.scheduler.policies import (
     POLICIES,
+    QUEUE_GAIN_PER_S,
     Predictive,
     Static,
     Threshold,
-    ThresholdOptions,
     as_policy,
     make_policy,
 )
@@ -139,35 +139,32 @@ def test_the_nearest_cluster_is_chosen_by_prediction():
         assert make(name).decide(Prompt(num_tokens=50_000), seen, 0.0).remote == 1
 
 
-def moved(policy: Threshold, seen: ClustersView, seconds: int) -> float:
-    for now_s in range(1, seconds + 1):
-        remote = seen.remotes[0]
-        fresh = replace(remote, prefill=replace(remote.prefill, taken_s=float(now_s)))
-        local = replace(seen.local, taken_s=float(now_s))
-        policy.decide(Prompt(num_tokens=5), replace(seen, local=local, remotes=(fresh,)), now_s)
-    return policy.threshold_tokens
+def adapted(seen: ClustersView, **options) -> float:
+    return Threshold(profiles=PROFILES, threshold_tokens=1000.0, **options).adapted(seen, 0.0)
 
 
-def test_the_threshold_rises_with_the_queue_there_and_with_the_link_and_falls_with_the_queue_here():
-    def fresh() -> Threshold:
-        return Threshold(profiles=PROFILES, threshold_tokens=1000.0)
-
-    assert moved(fresh(), view(queue_s=10.0), 3) > 1000
-    full = LinkView(bytes_per_s=1e10, egress_bytes_per_s=7.1e9)
-    assert moved(fresh(), view(link=full), 3) > 1000
-    here = PrefillView(num_instances=1, num_busy=1, residual_work_s=10.0)
-    assert moved(fresh(), view(local=here), 3) < 1000
+def test_the_threshold_rises_with_queue_and_link_there_and_falls_with_the_queue_here():
+    here = PrefillView(num_instances=1, num_busy=1, residual_work_s=2.0)
+    assert adapted(view(queue_s=2.0)) == pytest.approx(1000 * exp(2 * QUEUE_GAIN_PER_S))
+    assert adapted(view(local=here)) == pytest.approx(1000 * exp(-2 * QUEUE_GAIN_PER_S))
+    behind = LinkView(bytes_per_s=1e9, backlog_bytes=2e9)
+    assert adapted(view(link=behind)) == adapted(view(queue_s=2.0))
 
 
-def test_the_threshold_rests_between_the_bands_dwells_and_keeps_its_bounds():
-    options = ThresholdOptions(dwell_s=10.0, bound_factor=2.0)
-    policy = Threshold(profiles=PROFILES, threshold_tokens=1000.0, options=options)
-    assert moved(policy, view(queue_s=0.9), 30) == 1000
-    full = view(queue_s=50.0)
-    assert moved(policy, full, 9) == pytest.approx(1080), "one move in ten seconds"
-    quick = replace(options, dwell_s=0.5)
-    policy = Threshold(profiles=PROFILES, threshold_tokens=1000.0, options=quick)
-    assert moved(policy, full, 50) == 2000
+@pytest.mark.parametrize(
+    ("use", "factor"), [(0.0, 1.0), (0.7, 1.0), (0.85, 4.0), (1.0, 16.0), (3.0, 16.0)]
+)
+def test_beyond_the_allowed_share_of_the_link_the_threshold_goes_up_to_its_bound(use, factor):
+    link = LinkView(bytes_per_s=1e10, egress_bytes_per_s=use * 1e10)
+    assert adapted(view(link=link)) == pytest.approx(1000 * factor)
+
+
+def test_the_threshold_keeps_its_bounds_and_is_the_given_one_without_a_choice():
+    assert adapted(view(queue_s=1e6), range_factor=2.0) == pytest.approx(2000)
+    here = PrefillView(num_instances=1, num_busy=1, residual_work_s=1e6)
+    assert adapted(view(local=here), range_factor=2.0) == pytest.approx(500)
+    assert adapted(view(link=LinkView(bytes_per_s=0.0))) == 1000
+    assert adapted(view(local=PrefillView(num_instances=0))) == 1000
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0, -5.0, 1e18])

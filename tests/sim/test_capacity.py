@@ -5,8 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.config.simulation_table import SimulationOptions
+from prfaas.config.traces import TraceRequest
 from prfaas.scheduler.lengths import of_sample
-from prfaas.sim.capacity import WIDTH, bisected, capacities, growth, least_requests, unit_requests
+from prfaas.sim.capacity import (
+    WIDTH,
+    bisected,
+    capacities,
+    growth,
+    keeps_up,
+    least_requests,
+    unit_requests,
+)
 from prfaas.sim.deployment import own_policy
 from tests.scheduler.planning import model
 from tests.sim.deployments import MODEL, planned
@@ -36,21 +45,32 @@ def test_a_rate_that_is_never_too_much_is_said():
         bisected(lambda rate: True, low=1.0, high=2.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["homogeneous", "naive"])
-def test_the_capacity_is_lambda_max_of_equal_prompts(kind):
-    """With one length there is no luck in the draw; the model's rate is the oracle."""
+def test_the_backlog_of_even_equal_prompts_grows_beyond_lambda_max_and_not_below(kind):
+    """Without luck in arrivals and lengths, the model's rate is the oracle."""
     of = model(of_sample([20_000.0]))
     at = planned(kind, of=of)
+    requests = [TraceRequest(1.0 * i, 20_000, 1024) for i in range(1, 801)]
+    for factor, is_kept in [(0.98, True), (1.02, False)]:
+        kept = keeps_up(
+            of,
+            at,
+            requests,
+            rate_rps=factor * at.rates.lambda_max_rps,
+            policy=own_policy(at),
+            options=SimulationOptions(),
+            seed=0,
+        )
+        assert kept == is_kept
+
+
+@pytest.mark.slow
+def test_capacities_lie_about_lambda_max():
+    at = planned("homogeneous")
     found = capacities(
-        of,
-        at,
-        policy=own_policy(at),
-        options=SimulationOptions(pieces=1),
-        num_requests=1_000,
-        seeds=(0,),
+        MODEL, at, policy="local", options=SimulationOptions(), num_requests=3_000, seeds=(0, 1)
     )
-    assert found == [pytest.approx(at.rates.lambda_max_rps, rel=0.02)]
+    assert sum(found) / 2 == pytest.approx(at.rates.lambda_max_rps, rel=0.04)
 
 
 def test_too_few_requests_are_refused():
