@@ -12,7 +12,7 @@ from tests.frame_scanner import FrameScanner, Part, Spot
 
 STREAM_START = b"GET /kv/v1/stream"
 READ_BYTES = 1 << 16
-SLOW_BYTES = 2048
+SLOW_BYTES = 32 << 10
 """What a slow stream lets pass in SLOW_S."""
 SLOW_S = 0.01
 
@@ -175,7 +175,10 @@ class Relay:
                 self.num_streams += 1
                 self._streams.add(task)
                 self._lanes.update(lanes)
-                pumps = (self._pump_stream(up_reader, lanes[0]), self._pump_stream(reader, lanes[1]))
+                pumps = (
+                    self._pump_stream(up_reader, lanes[0]),
+                    self._pump_stream(reader, lanes[1]),
+                )
             else:
                 pumps = (self._pump(up_reader, writer), self._pump(reader, up_writer))
             async with asyncio.TaskGroup() as tasks:

@@ -106,6 +106,8 @@ class Link:
             case _ if self.incoming.has_losses:
                 resumes = self.incoming.tell_losses(number)
                 wire.words.append(attach(number, *resumes))
+            case _:
+                return
 
 
 @given(seed=st.integers(0, 10**9), num_pages=st.integers(0, 30))
