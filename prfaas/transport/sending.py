@@ -12,7 +12,7 @@ from prfaas.transport.flow import EgressBudget
 from prfaas.transport.outgoing import OutgoingTransfer, PagePlace, Piece, SendingLane
 from prfaas.transport.ports import SocketPort, StreamPort, TransportPort
 from prfaas.transport.seals import CHECKSUM, FrameSeal
-from prfaas.transport.tcpinfo import set_congestion, set_pacing_rate
+from prfaas.transport.tcpinfo import read_tcp_info, set_congestion, set_pacing_rate
 from prfaas.transport.wire import (
     FROM_RECEIVER,
     Frame,
@@ -29,6 +29,11 @@ TURN_BYTES = 1 << 20
 """A stream whose socket takes everything gives the loop to others this often."""
 UNSENT_BYTES = 512 << 10
 """What the kernel may hold unsent of one stream: work goes to the emptiest, and first tokens overtake."""
+UNSENT_S = 0.05
+"""Over a slow link, what it carries in this time: a first token waits behind what is unsent."""
+MIN_UNSENT_BYTES = 64 << 10
+LOOK_S = 0.25
+"""How often is looked how fast a stream is that makes its sender wait."""
 LEASE_LOOKS = 8
 """How often in a lease is looked whether it is over."""
 
@@ -62,6 +67,7 @@ def take_port(
         set_congestion(transport.get_extra_info("socket"), congestion)
     if pacing_bytes_per_s is not None:
         set_pacing_rate(transport.get_extra_info("socket"), pacing_bytes_per_s)
+    set_unsent(transport.get_extra_info("socket"), UNSENT_BYTES)
     if transport.get_extra_info("sslcontext") is not None:
         port = TransportPort(on_lost=transport.get_protocol())
         port.take(transport)
@@ -70,9 +76,13 @@ def take_port(
     sock: socket.socket = transport.get_extra_info("socket").dup()
     sock.setblocking(False)
     tune(sock)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     return SocketPort(sock)
+
+
+def set_unsent(sock: socket.socket, num_bytes: int) -> None:
+    """Let the kernel take no more of a connection's bytes while it holds so many unsent, where it can."""
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
 
 
 async def outlive(transfer: OutgoingTransfer, lease_s: float) -> None:
@@ -117,6 +127,8 @@ class SendingStream:
         """Kept: to ask for it costs a system call."""
         self._turn_bytes = 0
         """Sent since others had their turn."""
+        self._unsent_bytes = UNSENT_BYTES
+        self._looked_s = self._loop.time()
         self._find = find
         self._budget = budget
         self._count_sent = count_sent
@@ -268,7 +280,8 @@ class SendingStream:
         pieces: list[Piece] = []
         num_bytes = 0
         is_raw = transfer.codec == "raw"
-        while num_bytes < BATCH_BYTES and len(pieces) < BATCH_PIECES:
+        batch_bytes = min(BATCH_BYTES, self._unsent_bytes)
+        while num_bytes < batch_bytes and len(pieces) < BATCH_PIECES:
             item = transfer.take(lane)
             if item is None:
                 break
@@ -313,6 +326,18 @@ class SendingStream:
             self._turn_bytes = 0
             await asyncio.sleep(0)
 
+    def _look(self) -> None:
+        """Let less wait in the kernel where the link is slow, more where it is fast."""
+        now_s = self._loop.time()
+        if now_s - self._looked_s < LOOK_S or self._has_left():
+            return
+        self._looked_s = now_s
+        info = read_tcp_info(self.port.sock)
+        if info is not None:
+            wanted = round(UNSENT_S * info.delivery_rate_bytes_per_s)
+            self._unsent_bytes = max(MIN_UNSENT_BYTES, min(wanted, UNSENT_BYTES))
+            set_unsent(self.port.sock, self._unsent_bytes)
+
     async def _may_send(self, transfer: OutgoingTransfer, num_bytes: int) -> None:
         """Return once the egress budget has room for the bytes."""
         while wait_s := self._budget.ask(transfer.transfer_id, num_bytes, now_s=self._loop.time()):
@@ -338,6 +363,7 @@ class SendingStream:
                 lane.is_blocked = True
             await self.port.writable()
             self._turn_bytes = 0
+            self._look()
             if lane is not None:
                 lane.is_blocked = False
             if self._has_left() or self._is_vain or (lane is not None and lane.is_lost):
