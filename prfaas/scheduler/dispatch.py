@@ -1,7 +1,8 @@
 """The state around a policy: the last view of each cluster, and what was sent there since.
 
 Work counts from the decision on, not from the next view. Each link has an egress budget that refills
-at a share of what the link carries; a decision spends it, below nothing if it has to.
+at a share of what the link carries; a decision spends it, and may overdraw it by as much
+as it holds.
 """
 
 from collections import deque
@@ -105,12 +106,14 @@ class Dispatcher:
         if remote.budget_bytes is None:
             remote.budget_bytes = limit_bytes
         refilled = remote.budget_bytes + rate * (now_s - remote.refilled_s)
-        remote.budget_bytes, remote.refilled_s = min(refilled, limit_bytes), now_s
+        remote.budget_bytes = max(-limit_bytes, min(refilled, limit_bytes))
+        remote.refilled_s = now_s
         return RemoteView(
             name=remote.view.name,
             prefill=PrefillView(
                 num_instances=prefill.num_instances,
                 num_busy=prefill.num_busy,
+                num_waiting=prefill.num_waiting,
                 waiting_work_s=prefill.waiting_work_s,
                 residual_work_s=prefill.residual_work_s,
                 taken_s=prefill.taken_s,

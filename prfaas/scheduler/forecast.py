@@ -45,6 +45,7 @@ class PrefillView:
 
     num_instances: int
     num_busy: int = 0
+    num_waiting: int = 0
     waiting_work_s: float = 0.0
     """Seconds of service that the queue asks for."""
     residual_work_s: float = 0.0
@@ -70,6 +71,13 @@ class PrefillView:
         mean_rest_s = self.residual_work_s / max(self.num_busy, 1)
         first_free_s = 2 * mean_rest_s / (self.num_instances + 1)
         return max(0.0, ahead_s + first_free_s - max(0.0, now_s - self.taken_s))
+
+    def delayed_jobs(self) -> float:
+        """Return how many others one more job delays by its service: the queue for each instance.
+
+        About as many come while it waits as wait before it.
+        """
+        return (self.num_waiting + self.num_sent) / max(self.num_instances, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,16 +15,27 @@ PolicyName = Literal["local", "always-remote", "static", "threshold", "predictiv
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 PolicyReason = Literal[
-    "policy", "short", "long", "earlier", "egress_budget", "no_remote", "no_local"
+    "policy",
+    "short",
+    "long",
+    "earlier",
+    "spares_others",
+    "egress_budget",
+    "no_remote",
+    "no_local",
 ]
 """policy: it knows no other way. short, long: beside the threshold. earlier: the first token is
-predicted earlier there. egress_budget: earlier elsewhere, if the link had room. no_remote, no_local:
+predicted earlier there. spares_others: later there, but those behind it gain more. egress_budget:
+earlier at a PrfaaS cluster, if the link had room. no_remote, no_local:
 that cluster has no instance, or no link."""
 
 MAX_EGRESS_FRACTION = 0.7
 """Of a link, before bursts need the rest (PrfaaS §4)."""
 
 QUEUE_GAIN_PER_S = 0.3
+FULL_LINK_FACTOR = 2.0
+CONCERN = 1.0
+PRICE = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +137,7 @@ class Threshold:
 
     A higher t sends fewer and longer prompts, and each costs less of the link per second that it
     saves (PrfaaS §3.4.3). t moves by a power of what the queue there is longer than the one here, and
-    beyond the allowed share of the link by up to the whole range. It is a function of the view alone,
+    beyond the allowed share of the link by up to FULL_LINK_FACTOR. It is a function of the view alone,
     so that nothing winds up while a view is late.
     """
 
@@ -153,9 +164,10 @@ class Threshold:
             return self.threshold_tokens
         use = min(remote.link.utilisation_fraction for remote in remotes)
         excess = (use - self.max_egress_fraction) / (1 - self.max_egress_fraction + 1e-9)
+        excess = min(max(excess, 0.0), 1.0)
         limit = log(self.range_factor)
         lag_s = min(_delay_s(remote, now_s) for remote in remotes) - here_s
-        move = self.gain_per_s * lag_s + limit * max(0.0, excess)
+        move = self.gain_per_s * lag_s + log(FULL_LINK_FACTOR) * excess
         return self.threshold_tokens * exp(min(max(move, -limit), limit))
 
 
@@ -167,42 +179,53 @@ def _delay_s(remote: RemoteView, now_s: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictive:
-    """The earliest predicted first token, as far as the egress budget goes.
+    """The earliest predicted first token, with what it costs others.
 
     Waits grow where more is sent than leaves, so under load this is a threshold too: the length from
-    which on a prefill saves more there than the wait there is longer. What is left of the budget has
-    a price, low while it is full and without bound as it empties, so that the prompts which save the
-    least for each byte stay first.
+    which on a prefill saves more there than the wait there is longer. Others pay for a prefill with its
+    time, as many as are in the queue behind it, and for its bytes once the egress budget is spent.
     """
 
     profiles: Profiles
+    concern: float = CONCERN
+    """How much the delay of others counts beside one's own."""
 
     def decide(self, prompt: Prompt, view: ClustersView, now_s: float) -> Decision:
-        """Return the least predicted TTFT, the price of its bytes added."""
+        """Return the least predicted TTFT, what it costs others added."""
         if view.local.num_instances <= 0 or not view.candidates(now_s):
             return _by_side(self.profiles, prompt, view, now_s, wants_remote=True, reason="policy")
         local_s = self.profiles.local_ttft_s(prompt, view, now_s)
         num_bytes = self.profiles.kv_bytes(prompt)
         found = []
         for index in view.candidates(now_s):
+            remote = view.remotes[index]
             ttft_s = self.profiles.remote_ttft_s(prompt, view, index, now_s)
-            found.append((ttft_s + _price_s(view.remotes[index], num_bytes), ttft_s, index))
-        priced_s, remote_s, index = min(found)
-        if priced_s < local_s:
-            return Decision(remote=index, reason="earlier", predicted_ttft_s=remote_s)
-        reason: PolicyReason = "egress_budget" if remote_s < local_s else "earlier"
+            delay_s = self.profiles.remote_work_s(prompt, index) * remote.prefill.delayed_jobs()
+            price_s = _price_s(remote, num_bytes)
+            found.append((ttft_s + self.concern * delay_s + price_s, ttft_s, price_s, index))
+        cost_s, remote_s, price_s, index = min(found)
+        delay_s = self.profiles.local_work_s(prompt) * view.local.delayed_jobs()
+        local_cost_s = local_s + self.concern * delay_s
+        if cost_s < local_cost_s:
+            reason: PolicyReason = "earlier" if remote_s < local_s else "spares_others"
+            return Decision(remote=index, reason=reason, predicted_ttft_s=remote_s)
+        reason = "earlier"
+        if remote_s < local_s:
+            reason = "egress_budget" if cost_s - price_s < local_cost_s else "spares_others"
         return Decision(remote=None, reason=reason, predicted_ttft_s=local_s)
 
 
 def _price_s(remote: RemoteView, num_bytes: float) -> float:
-    """Return what the bytes cost, in seconds: their time at the budget's rate, times its scarcity."""
+    """Return what the bytes cost, in seconds: their time at the budget's rate, times its scarcity.
+
+    Nothing while the budget is full, PRICE once it is spent, twice that when as much is overdrawn:
+    the rest of the link is for bursts, and a queue here that is long enough is one.
+    """
     link = remote.link
     if link.budget_limit_bytes == inf:
         return 0.0
-    if link.budget_bytes <= 0 or link.budget_bytes_per_s <= 0:
-        return inf
-    scarcity = link.budget_limit_bytes / link.budget_bytes - 1
-    return num_bytes / link.budget_bytes_per_s * scarcity
+    scarcity = 1 - link.budget_bytes / link.budget_limit_bytes
+    return PRICE * scarcity * num_bytes / link.budget_bytes_per_s
 
 
 def as_policy(name: str) -> PolicyName:

@@ -139,6 +139,7 @@ def view_of(station: Station, now_s: float) -> PrefillView:
     return PrefillView(
         num_instances=station.num_servers,
         num_busy=station.num_serving,
+        num_waiting=station.num_waiting,
         waiting_work_s=station.waiting_work_s,
         residual_work_s=station.residual_work_s,
         taken_s=now_s,

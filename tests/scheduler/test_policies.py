@@ -1,7 +1,7 @@
 """Each policy chooses as it says, and none chooses a cluster that cannot serve."""
 
 from dataclasses import replace
-from math import exp, inf
+from math import exp, inf, sqrt
 
 import pytest
 from hypothesis import given
@@ -28,6 +28,7 @@ from tests.scheduler.planning import FAST, profile
 
 PROFILES = Profiles(local=profile(), remote=profile(FAST, decodes=False))
 LINK = LinkView(bytes_per_s=1e10)
+SMALL_BUDGET = {"budget_limit_bytes": 7e9, "budget_bytes_per_s": 7e8}
 BUDGET = {"budget_limit_bytes": 7e10, "budget_bytes_per_s": 7e9}
 
 
@@ -118,18 +119,34 @@ def test_prediction_stays_where_the_wait_is_shorter_by_more_than_the_work():
     assert policy.decide(long, seen, 0.0).remote == 0
 
 
+def priced(tokens: int, budget_fraction: float, *, queue_s: float = 0.0):
+    """Decide with so much of the budget left, and a queue here."""
+    link = LinkView(bytes_per_s=1e9, budget_bytes=budget_fraction * 7e9, **SMALL_BUDGET)
+    here = PrefillView(num_instances=1, num_busy=int(queue_s > 0), residual_work_s=queue_s)
+    seen = view(link=link, local=here)
+    return Predictive(profiles=PROFILES).decide(Prompt(num_tokens=tokens), seen, 0.0)
+
+
 def test_as_the_budget_empties_the_prompts_that_save_least_for_a_byte_stay_first():
-    policy = Predictive(profiles=PROFILES)
+    assert [priced(tokens, 1.0).remote for tokens in (1_000, 100_000)] == [0, 0]
+    spent = [priced(tokens, -0.5) for tokens in (1_000, 100_000)]
+    assert [d.remote for d in spent] == [None, 0]
+    assert spent[0].reason == "egress_budget"
 
-    def decided(tokens: int, fraction: float):
-        link = LinkView(bytes_per_s=1e10, budget_bytes=fraction * 7e10, **BUDGET)
-        return policy.decide(Prompt(num_tokens=tokens), view(link=link), 0.0)
 
-    assert [decided(tokens, 1.0).remote for tokens in (1_000, 60_000)] == [0, 0]
-    scarce = [decided(tokens, 0.03) for tokens in (1_000, 60_000)]
-    assert [d.remote for d in scarce] == [None, 0]
-    assert scarce[0].reason == "egress_budget"
-    assert decided(60_000, 0.0).remote is None, "nothing is left"
+def test_a_long_queue_here_is_worth_overdrawing_the_budget():
+    assert priced(1_000, -1.0).remote is None
+    assert priced(1_000, -1.0, queue_s=30.0).remote == 0
+
+
+def test_a_prompt_stays_to_spare_those_who_wait_there():
+    prefill = PrefillView(num_instances=4, num_busy=4, num_waiting=40, residual_work_s=0.4)
+    there = RemoteView(name="r", prefill=prefill, link=LINK)
+    seen = ClustersView(local=PrefillView(num_instances=1), remotes=(there,))
+    decision = Predictive(profiles=PROFILES).decide(Prompt(num_tokens=1_000), seen, 0.0)
+    assert (decision.remote, decision.reason) == (None, "spares_others")
+    selfish = Predictive(profiles=PROFILES, concern=0.0)
+    assert selfish.decide(Prompt(num_tokens=1_000), seen, 0.0).remote == 0
 
 
 def test_the_nearest_cluster_is_chosen_by_prediction():
@@ -152,9 +169,9 @@ def test_the_threshold_rises_with_queue_and_link_there_and_falls_with_the_queue_
 
 
 @pytest.mark.parametrize(
-    ("use", "factor"), [(0.0, 1.0), (0.7, 1.0), (0.85, 4.0), (1.0, 16.0), (3.0, 16.0)]
+    ("use", "factor"), [(0.0, 1.0), (0.7, 1.0), (0.85, sqrt(2)), (1.0, 2.0), (3.0, 2.0)]
 )
-def test_beyond_the_allowed_share_of_the_link_the_threshold_goes_up_to_its_bound(use, factor):
+def test_beyond_the_allowed_share_of_the_link_the_threshold_goes_up_to_twice_itself(use, factor):
     link = LinkView(bytes_per_s=1e10, egress_bytes_per_s=use * 1e10)
     assert adapted(view(link=link)) == pytest.approx(1000 * factor)
 
