@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -99,8 +100,9 @@ class Answer:
 class PrefillHost:
     """A prefill node behind a port, that can be killed and come back."""
 
-    def __init__(self, make: Callable[[], PrefillNode]) -> None:
+    def __init__(self, make: Callable[[], PrefillNode], tls: ssl.SSLContext | None = None) -> None:
         self._make = make
+        self._tls = tls
         self.node = make()
         self.port = 0
         self._runner: web.AppRunner | None = None
@@ -111,7 +113,7 @@ class PrefillHost:
         app.add_routes(self.node.routes())
         self._runner = web.AppRunner(app, shutdown_timeout=0.5)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self._tls)
         await site.start()
         self.port = self._runner.addresses[0][1]
 

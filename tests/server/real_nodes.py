@@ -50,10 +50,15 @@ def config(
     kv_codec: CodecName = "raw",
     streams: int = 4,
     transfer_snapshot_tokens: str = "auto",
+    cache_dir: Path | None = None,
 ) -> NodeConfig:
     return NodeConfig(
         model=ModelOptions(model=str(model)),
-        cache=CacheOptions(ram_bytes=64 << 20, block_tokens=block_tokens),
+        cache=CacheOptions(
+            ram_bytes=64 << 20,
+            block_tokens=block_tokens,
+            dir=None if cache_dir is None else str(cache_dir),
+        ),
         engine=EngineOptions(
             threads=1,
             device=device,
@@ -79,13 +84,22 @@ def no_progress(stage: str, done: int, total: int) -> None:
 
 @contextlib.asynccontextmanager
 async def real_nodes(
-    pd_model: Path, prefill_model: Path, *, is_approximate: bool = False, **settings: Any
+    pd_model: Path,
+    prefill_model: Path,
+    *,
+    is_approximate: bool = False,
+    cache_dirs: tuple[Path | None, Path | None] = (None, None),
+    **settings: Any,
 ) -> AsyncIterator[RealNodes]:
     """Run both; with `is_approximate` the pd node's weights are float32 and it takes what comes.
 
-    `settings` go to both nodes' `config`.
+    `settings` go to both nodes' `config`, one of `cache_dirs` to the pd node and one to its peer.
     """
-    prefill = load_prefill_node(config(prefill_model, **settings), CountedTransfers(), no_progress)
+    pd_dir, prefill_dir = cache_dirs
+    prefill = load_prefill_node(
+        config(prefill_model, cache_dir=prefill_dir, **settings), CountedTransfers(), no_progress
+    )
+    settings |= {"cache_dir": pd_dir}
     host, relay = PrefillHost(lambda: prefill), Relay()
     async with asyncio.TaskGroup() as tasks:
         await host.start(tasks)

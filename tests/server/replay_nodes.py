@@ -13,7 +13,8 @@ from prfaas.engine.replay_options import ReplayOptions
 from prfaas.server.pd import load_pd_node
 from prfaas.server.prefill import load_prefill_node
 from prfaas.transport.options import TransportOptions
-from tests.relay import Relay
+from prfaas.transport.security import peer_security
+from tests.relay import Relay, tag_bytes
 from tests.server.fleet import CountedTransfers, PrefillHost
 from tests.server.real_nodes import RealNodes, no_progress
 
@@ -42,19 +43,34 @@ def replay_config(
 
 @contextlib.asynccontextmanager
 async def replay_nodes(
-    *, cache_dir: Path | None = None, **settings: Any
+    *,
+    cache_dir: Path | None = None,
+    of_prefill: dict[str, Any] | None = None,
+    of_pd: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[RealNodes]:
-    """Run a pd node and its peer, each with the profile of its kind of machine."""
-    prefill = load_prefill_node(
-        replay_config("prefill", REMOTE, **settings), CountedTransfers(), no_progress
-    )
-    host, relay = PrefillHost(lambda: prefill), Relay()
+    """Run a pd node and its peer, each with the profile of its kind of machine.
+
+    Args:
+        of_prefill: settings of the peer alone.
+        of_pd: settings of the pd node alone.
+    """
+    peers_config = replay_config("prefill", REMOTE, **settings, **(of_prefill or {}))
+    prefill = load_prefill_node(peers_config, CountedTransfers(), no_progress)
+    tls = peer_security(peers_config.transport).tls
+    host = PrefillHost(lambda: prefill, tls)
+    relay = Relay(tag_bytes(peers_config.transport.cluster_key_file))
     async with asyncio.TaskGroup() as tasks:
         await host.start(tasks)
         await relay.start(host.port)
         pd = load_pd_node(
             replay_config(
-                "pd", LOCAL, peer=f"127.0.0.1:{relay.port}", cache_dir=cache_dir, **settings
+                "pd",
+                LOCAL,
+                peer=f"127.0.0.1:{relay.port}",
+                cache_dir=cache_dir,
+                **settings,
+                **(of_pd or {}),
             ),
             CountedTransfers(),
             no_progress,
