@@ -53,7 +53,7 @@ class SimulationOptions:
     max_egress_fraction: float = 0.7
     """Of the link: the budget of adaptive policies."""
     clusters: int = 1
-    """PrfaaS clusters that the instances are divided between, each with a link of its own."""
+    """PrfaaS clusters that the instances and the link are divided between."""
     pieces: int = 4
     """Parts in which a prefill's KVCache is sent as it is computed; 1 sends all of it at the end."""
     streams: int = 4

@@ -159,15 +159,21 @@ class Profiles:
         """Return the predicted seconds to the first token of a local prefill."""
         return view.local.wait_s(now_s) + self.local_work_s(prompt)
 
-    def remote_ttft_s(self, prompt: Prompt, view: ClustersView, index: int, now_s: float) -> float:
-        """Return the same of a PrfaaS cluster: the slower of prefill and link, and a round trip.
+    def remote_works_s(self, prompt: Prompt, num_remotes: int) -> list[float]:
+        """Return the seconds of a prefill at each PrfaaS cluster."""
+        if not prompt.remote_hit_tokens:
+            return [self.remote_work_s(prompt, 0)] * num_remotes
+        return [self.remote_work_s(prompt, index) for index in range(num_remotes)]
 
-        KVCache is sent as it is computed, behind what is under way.
-        """
-        remote = view.remotes[index]
-        if not remote.is_usable:
-            return inf
-        computed_s = remote.prefill.wait_s(now_s) + self.remote_work_s(prompt, index)
-        link = remote.link
-        arrived_s = (link.backlog_bytes + self.kv_bytes(prompt)) / link.bytes_per_s
-        return max(computed_s, arrived_s) + link.rtt_s
+
+def remote_ttft_s(remote: RemoteView, now_s: float, *, work_s: float, num_bytes: float) -> float:
+    """Return the predicted seconds to the first token of a prefill of `work_s` at a PrfaaS cluster.
+
+    The slower of prefill and link, and a round trip: KVCache, `num_bytes` of it, is sent as it is
+    computed, behind what is under way.
+    """
+    if not remote.is_usable:
+        return inf
+    computed_s = remote.prefill.wait_s(now_s) + work_s
+    arrived_s = (remote.link.backlog_bytes + num_bytes) / remote.link.bytes_per_s
+    return max(computed_s, arrived_s) + remote.link.rtt_s

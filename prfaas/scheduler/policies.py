@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import exp, inf, log
 from typing import Literal, Protocol, assert_never, get_args
 
-from prfaas.scheduler.forecast import ClustersView, Profiles, Prompt, RemoteView
+from prfaas.scheduler.forecast import ClustersView, Profiles, Prompt, RemoteView, remote_ttft_s
 
 PolicyName = Literal["local", "always-remote", "static", "threshold", "predictive"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -59,11 +59,15 @@ def best_remote(
     profiles: Profiles, prompt: Prompt, view: ClustersView, now_s: float
 ) -> tuple[float, int] | None:
     """Return the least predicted TTFT of all PrfaaS clusters, and whose; None without any."""
-    found = [
-        (profiles.remote_ttft_s(prompt, view, index, now_s), index)
-        for index in view.candidates(now_s)
-    ]
-    return min(found, default=None)
+    candidates = view.candidates(now_s)
+    if not candidates:
+        return None
+    num_bytes = profiles.kv_bytes(prompt)
+    works_s = profiles.remote_works_s(prompt, len(view.remotes))
+    return min(
+        (remote_ttft_s(view.remotes[i], now_s, work_s=works_s[i], num_bytes=num_bytes), i)
+        for i in candidates
+    )
 
 
 def _local(
@@ -192,15 +196,17 @@ class Predictive:
 
     def decide(self, prompt: Prompt, view: ClustersView, now_s: float) -> Decision:
         """Return the least predicted TTFT, what it costs others added."""
-        if view.local.num_instances <= 0 or not view.candidates(now_s):
+        candidates = view.candidates(now_s)
+        if view.local.num_instances <= 0 or not candidates:
             return _by_side(self.profiles, prompt, view, now_s, wants_remote=True, reason="policy")
         local_s = self.profiles.local_ttft_s(prompt, view, now_s)
         num_bytes = self.profiles.kv_bytes(prompt)
+        works_s = self.profiles.remote_works_s(prompt, len(view.remotes))
         found = []
-        for index in view.candidates(now_s):
-            remote = view.remotes[index]
-            ttft_s = self.profiles.remote_ttft_s(prompt, view, index, now_s)
-            delay_s = self.profiles.remote_work_s(prompt, index) * remote.prefill.delayed_jobs()
+        for index in candidates:
+            remote, work_s = view.remotes[index], works_s[index]
+            ttft_s = remote_ttft_s(remote, now_s, work_s=work_s, num_bytes=num_bytes)
+            delay_s = work_s * remote.prefill.delayed_jobs()
             price_s = _price_s(remote, num_bytes)
             found.append((ttft_s + self.concern * delay_s + price_s, ttft_s, price_s, index))
         cost_s, remote_s, price_s, index = min(found)

@@ -6,6 +6,7 @@ arrivals = done + in flight, always.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -65,14 +66,16 @@ class Deployment:
         )
         self.cache = PrefixLru(capacity_tokens=options.local_cache_tokens)
         self.remotes: list[RemoteCluster] = []
-        for index, num_instances in enumerate(_divided(plan.shape.num_prfaas, options.clusters)):
+        shares = _divided(plan.shape.num_prfaas, options.clusters)
+        for index, num_instances in enumerate(shares):
             assert model.link is not None, "a PrfaaS cluster without a link"
+            bytes_per_s = model.link.bytes_per_s / len(shares)
             self.remotes.append(
                 RemoteCluster(
                     self.events,
                     name=f"prfaas-{index}",
                     num_instances=num_instances,
-                    link=model.link,
+                    link=replace(model.link, bytes_per_s=bytes_per_s),
                     options=options,
                     on_report=partial(self._saw, index),
                 )

@@ -14,6 +14,7 @@ from prfaas.scheduler.forecast import (
     Profiles,
     Prompt,
     RemoteView,
+    remote_ttft_s,
 )
 from tests.scheduler.planning import FAST, KV, profile
 
@@ -66,17 +67,23 @@ def test_more_work_never_means_a_shorter_wait(busy, waiting_s, more_s, age_s):
     assert 0 <= wait_s(waiting_s) <= wait_s(waiting_s + more_s)
 
 
+def predicted_s(prompt: Prompt, view: ClustersView) -> float:
+    (work_s,) = PROFILES.remote_works_s(prompt, 1)
+    num_bytes = PROFILES.kv_bytes(prompt)
+    return remote_ttft_s(view.remotes[0], 0.0, work_s=work_s, num_bytes=num_bytes)
+
+
 def test_a_remote_first_token_waits_for_the_slower_of_prefill_and_link():
     prompt = Prompt(num_tokens=20_000)
     compute_s = FAST(20_000)
     view = ClustersView(local=PrefillView(num_instances=1), remotes=(remote(rtt_s=0.1),))
-    assert PROFILES.remote_ttft_s(prompt, view, 0, 0.0) == pytest.approx(compute_s + 0.1)
+    assert predicted_s(prompt, view) == pytest.approx(compute_s + 0.1)
     slow = ClustersView(local=view.local, remotes=(remote(link=1e8, backlog=5e7),))
     expected_s = (KV(20_000) + 5e7) / 1e8
     assert expected_s > compute_s
-    assert PROFILES.remote_ttft_s(prompt, slow, 0, 0.0) == pytest.approx(expected_s)
+    assert predicted_s(prompt, slow) == pytest.approx(expected_s)
     out = ClustersView(local=view.local, remotes=(remote(link=0.0),))
-    assert PROFILES.remote_ttft_s(prompt, out, 0, 0.0) == inf
+    assert predicted_s(prompt, out) == inf
 
 
 def test_work_there_and_bytes_to_move_are_two_numbers():

@@ -142,9 +142,11 @@ def test_roles_follow_prompts_that_the_plan_did_not_expect():
     assert moving.tally.done_s <= still.tally.done_s
 
 
-def test_clusters_share_the_instances_and_each_has_its_own_link():
+def test_clusters_share_instances_and_link_and_work_side_by_side():
     deployment = deployed(planned("naive"), clusters=5)
     assert [remote.station.num_servers for remote in deployment.remotes] == [1, 1]
+    rates = [remote.link.available_bytes_per_s for remote in deployment.remotes]
+    assert rates == [6.25e9, 6.25e9]
     ttfts(deployment, [TraceRequest(0.0, 50_000, 8), TraceRequest(0.0, 50_000, 8)])
     assert [remote.link.sent_bytes > 0 for remote in deployment.remotes] == [True, True]
 
