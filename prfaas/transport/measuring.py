@@ -20,13 +20,15 @@ from prfaas.transport.outgoing import OutgoingTransfer, PagePlace
 from prfaas.transport.tcpinfo import TcpInfo
 
 MAX_BYTES = 4 << 30
-MAX_PAGES = 1 << 16
+MAX_PAGES = 1 << 14
 MIN_PAGE_BYTES = 4 << 10
-MAX_PAGE_BYTES = 4 << 20
+MAX_PAGE_BYTES = 1 << 20
 """Of one measurement, each a multiple of the least page."""
+QUEUED_AT_ONCE = 1024
+"""Pages; then others have their turn on the loop."""
 MAX_S = 30.0
 """A measurement that is not over by then is cut."""
-BUFFER_BYTES = 8 << 20
+BUFFER_BYTES = 1 << 20
 """Made-up numbers that a node holds while it is measured; pages repeat."""
 ROW_ITEMS = 128
 """Numbers of a made-up row, which share a scale in codecs that have scales."""
@@ -165,7 +167,7 @@ class Measurements:
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self, asked: MeasureRequest) -> None:
-        """Queue everything that is asked for; streams may be attached from now on.
+        """Begin to queue what is asked for; streams may be attached from now on.
 
         Raises BadRequest for what is out of bounds, Overloaded while another measurement runs.
         """
@@ -186,12 +188,22 @@ class Measurements:
             codec=asked.codec,
             numbers=measured_numbers(self._kv_dtype),
         )
-        for number in range(asked.num_pages):
-            transfer.put_page(PagePlace(group=0, index=0, block=number, num_tokens=1))
-        transfer.finish(tokens_computed=0)
         transfer.on_end.add(self._forget)
         self._transfer = transfer
         self._timer = asyncio.get_running_loop().call_later(MAX_S, transfer.close, "expired")
+        self._queue(transfer, 0, asked.num_pages)
+
+    def _queue(self, transfer: OutgoingTransfer, first: int, num_pages: int) -> None:
+        """Queue the pages from `first` on, some now and the others in later turns of the loop."""
+        if transfer.outcome is not None:
+            return
+        last = min(first + QUEUED_AT_ONCE, num_pages)
+        for number in range(first, last):
+            transfer.put_page(PagePlace(group=0, index=0, block=number, num_tokens=1))
+        if last == num_pages:
+            transfer.finish(tokens_computed=0)
+        else:
+            asyncio.get_running_loop().call_soon(self._queue, transfer, last, num_pages)
 
     def _forget(self) -> None:
         """Let the pages go once nobody reads them."""

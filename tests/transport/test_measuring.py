@@ -89,6 +89,13 @@ async def test_a_second_measurement_waits_for_the_first_ones_end():
         assert (await measure(client, other)).pages == expected_pages(10)
 
 
+async def test_pages_are_queued_in_turns_and_all_of_them_come(monkeypatch):
+    monkeypatch.setattr(measuring, "QUEUED_AT_ONCE", 3)
+    async with measured_node() as (service, client):
+        assert (await measure(client)).pages == expected_pages(10)
+        await at_rest(service)
+
+
 async def test_who_leaves_early_cancels_and_makes_room():
     async with measured_node() as (service, client):
         async with client.measure(ASKED, Sink(), IDENTITY, numbers=measured_numbers("float32")):
@@ -102,7 +109,7 @@ async def test_a_measurement_ends_at_its_time_limit(monkeypatch):
     monkeypatch.setattr(measuring, "MAX_S", 0.05)
     async with measured_node() as (service, client):
         numbers = measured_numbers("float32")
-        asked = dataclasses.replace(ASKED, num_bytes=4 << 30)
+        asked = dataclasses.replace(ASKED, num_bytes=1 << 30)
         async with client.measure(asked, OnePage(), IDENTITY, numbers=numbers) as pulling:
             await at_rest(service)
             with pytest.raises(TransferError):
@@ -186,7 +193,7 @@ def test_a_report_counts_only_what_grew(first, second):
 @pytest.mark.parametrize("codec", list(Codec))
 def test_made_up_pages_go_through_every_codec(dtype, codec):
     numbers = measured_numbers(dtype).of(0)
-    page = MadeUpPages(dtype, 1 << 20).view(3, PAGE_BYTES)
+    page = MadeUpPages(dtype).view(3, PAGE_BYTES)
     assert page.readonly
     used, encoded = encode_page(codec, page, numbers)
     assert len(encoded) <= len(page)
