@@ -61,6 +61,8 @@ class _Lane:
         self.seen: dict[int, int] = {}
         """Frames of each kind that began since the fault was set."""
         self.is_slow = False
+        self.num_slow = 0
+        """Bytes that passed since the last pause."""
         self.copy: bytearray | None = None
         """Of a frame that must come again."""
         self.flips_next = False
@@ -108,7 +110,7 @@ class Relay:
         self._fault, self._passed, self._has_struck = fault, 0, False
         self._hurt.clear()
         for lane in self._lanes:
-            lane.passed, lane.seen, lane.is_slow = 0, {}, False
+            lane.passed, lane.seen, lane.is_slow, lane.num_slow = 0, {}, False, 0
 
     @property
     def page_bytes(self) -> int:
@@ -270,12 +272,10 @@ class Relay:
         self._quiet_since_s[lane.number] = asyncio.get_running_loop().time()
         if lane.direction == "down":
             self.delivered[part.kind] = self.delivered.get(part.kind, 0) + len(data)
-        if not lane.is_slow:
-            lane.writer.write(data)
-            return
-        for start in range(0, len(data), SLOW_BYTES):
-            lane.writer.write(data[start : start + SLOW_BYTES])
-            await lane.writer.drain()
+        lane.writer.write(data)
+        lane.num_slow += len(data) if lane.is_slow else 0
+        if lane.num_slow > SLOW_BYTES:
+            lane.num_slow -= SLOW_BYTES
             await asyncio.sleep(SLOW_S)
 
     async def _strike(self, part: Part, index: int, fault: Fault, lane: _Lane) -> None:
