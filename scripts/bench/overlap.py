@@ -68,6 +68,7 @@ def replayed(options: argparse.Namespace) -> Engines:
     flags += ["--bytes-scale", str(options.bytes_scale)]
     return Engines(
         name=f"replay of {PREFILL_PROFILE.stem}",
+        is_replay=True,
         prefill=[*flags, "--profile", str(PREFILL_PROFILE)],
         pd=[*flags, "--profile", str(PD_PROFILE)],
     )
@@ -75,7 +76,7 @@ def replayed(options: argparse.Namespace) -> Engines:
 
 def real(model: str) -> Engines:
     flags = ["--model", model, "--threads", "1"]
-    return Engines(name=model, prefill=flags, pd=flags)
+    return Engines(name=model, is_replay=False, prefill=flags, pd=flags)
 
 
 def prompts(num_tokens: int, count: int, seed: int) -> list[list[int]]:
@@ -115,7 +116,7 @@ def unlimited(engines: Engines, options: argparse.Namespace, num_tokens: int, wo
     tail_bytes = num_bytes - token_bytes * (num_tokens - min(num_tokens, CHUNK_TOKENS))
     times = medians(answers)
     prefill_s = times["ttft_s"]
-    if engines.name.startswith("replay"):
+    if engines.is_replay:
         prefill_s = read_profile(PREFILL_PROFILE).prefill_s(num_tokens) / options.speed
     return Work(
         num_tokens=num_tokens,
@@ -129,8 +130,13 @@ def unlimited(engines: Engines, options: argparse.Namespace, num_tokens: int, wo
 def over_link(
     engines: Engines, options: argparse.Namespace, work: Work, rtt_ms: float, directory: Path
 ) -> dict[str, Any]:
-    """Return the times over a link as fast as the prefill, beside bound and no overlap."""
-    shape = Shape(mbit=work.mbit, rtt_ms=rtt_ms)
+    """Return the times over a link as fast as the prefill, beside bound and no overlap.
+
+    A real model's link has the rate that was named: its KV is so small beside its prefill that
+    the rate at which both take as long is no link's.
+    """
+    mbit = work.mbit if engines.is_replay else options.model_mbit
+    shape = Shape(mbit=mbit, rtt_ms=rtt_ms)
     with (
         long_distance(shape, options.congestion) as place,
         running(place, engines, 2, directory) as pair,
@@ -146,7 +152,7 @@ def over_link(
     bound_s = BOUND_FACTOR * (max(work.prefill_s, work.stream_bytes / rate) + tail_s + rtt_s)
     return {
         "rtt_s": rtt_s,
-        "shaped_bytes_per_s": work.mbit * 1e6 / 8,
+        "shaped_bytes_per_s": mbit * 1e6 / 8,
         "goodput_bytes_per_s": rate,
         "transfer_s": work.stream_bytes / rate,
         "tail_s": tail_s,
@@ -216,6 +222,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bytes-scale", type=float, default=0.02, help="of the replay: 0.02")
     parser.add_argument("--model", action="append", default=[], help="a real one beside it")
     parser.add_argument("--model-tokens", type=int, default=2048, help="of its prompts: 2048")
+    parser.add_argument("--model-mbit", type=float, default=30.0, help="of its link: 30")
     parser.add_argument("--link-seconds", type=float, default=2.0, help="of bench link: 2")
     parser.add_argument("--congestion", default="bbr", help="bbr")
     options = parser.parse_args(argv)

@@ -25,6 +25,7 @@ class Engines:
     """What the nodes run, as flags of `prfaas serve`."""
 
     name: str
+    is_replay: bool
     prefill: Sequence[str]
     pd: Sequence[str]
 
