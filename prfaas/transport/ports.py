@@ -206,6 +206,8 @@ class TransportPort(asyncio.BufferedProtocol):
 
     def __init__(self, *, on_lost: asyncio.BaseProtocol | None = None) -> None:
         self._transport: asyncio.Transport | None = None
+        self._sock: socket.socket | None = None
+        """Kept: a TLS transport that is closed cannot be asked for it."""
         self._on_lost = on_lost
         """The protocol that the transport had before, which must hear of its end."""
         self._sink: ByteSink | None = None
@@ -232,6 +234,7 @@ class TransportPort(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Stop reading until somebody receives."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are of no such class
+        self._sock = cast("socket.socket", transport.get_extra_info("socket"))
         self._transport.set_write_buffer_limits(high=2 * SLICE_BYTES)
         self._transport.pause_reading()
 
@@ -305,7 +308,8 @@ class TransportPort(asyncio.BufferedProtocol):
     @property
     def sock(self) -> socket.socket:
         """See StreamPort."""
-        return cast("socket.socket", self._open_transport.get_extra_info("socket"))
+        assert self._sock is not None, "not connected"
+        return self._sock
 
     async def receive(self, target: memoryview) -> int:
         """See StreamPort."""

@@ -16,6 +16,7 @@ from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.seals import CHECKSUM, MacSeal
 from prfaas.transport.security import ChannelSecurity, asker_security, peer_security
+from prfaas.transport.tcpinfo import read_tcp_info
 from prfaas.transport.wire import FrameType, encode_frame
 from tests.transport.certificates import Certificates
 from tests.transport.channels import (
@@ -220,6 +221,16 @@ async def test_what_was_said_on_one_stream_means_nothing_on_another():
             await asyncio.sleep(0.002)
         first.close()
         assert service.num_bytes_sent == 0
+
+
+async def test_a_stream_over_tls_that_is_closed_can_still_be_asked_for_its_socket(files):
+    asker = ChannelSecurity(tls=asker_tls(files))
+    async with channel(tls=peer_tls(files), asker=asker) as (_, client):
+        stream = await client.dial()
+        assert read_tcp_info(stream.port.sock) is not None
+        stream.close()
+        await asyncio.sleep(0.05)
+        assert read_tcp_info(stream.port.sock) is None
 
 
 async def test_a_certificate_of_a_stranger_is_refused(files, strangers):
