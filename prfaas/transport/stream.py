@@ -62,6 +62,7 @@ class RawStream:
         self._taker: FrameTaker | None = None
         self._decoder: FrameDecoder | None = None
         self._pages: PageDecoder | None = None
+        self._is_decoding = False
         self._nothing = memoryview(bytearray(1))
         if rest:
             self._break(ProtocolError("the peer sent frames before any transfer was attached"))
@@ -109,6 +110,14 @@ class RawStream:
             error = failure
         self._break(error)
         return False
+
+    def refuse_pages(self) -> None:
+        """Bring no page any more: the transfer is done, and its pages may be somebody else's soon.
+
+        A stream that is in the middle of one is closed.
+        """
+        if self._decoder is not None and (not self._decoder.refuse_pages() or self._is_decoding):
+            self.close()
 
     def detach(self) -> None:
         """Become idle: the transfer's last frame has come."""
@@ -174,8 +183,10 @@ class RawStream:
             return
         self.port.pause()
         taker = self._taker
+        self._is_decoding = True
 
         def place(done: asyncio.Future[bytes | memoryview]) -> None:
+            self._is_decoding = False
             if done.cancelled():
                 return
             error = done.exception()

@@ -65,6 +65,7 @@ class WarmStreams:
 
     def settle(self, stream: RawStream) -> None:
         """Hold a stream whose transfer is done, and close it if it does not end it soon."""
+        stream.refuse_pages()
         if stream.is_open:
             loop = asyncio.get_running_loop()
             self._settling[stream] = loop.call_later(SETTLE_S, self._give_up, stream)

@@ -222,6 +222,12 @@ class FrameDecoder:
             self._error = error
             raise
 
+    def refuse_pages(self) -> bool:
+        """Refuse every page from now on; False if one is half here, in the place that was named for it."""
+        self._resolve = refuse_pages
+        header = self._header
+        return header is None or header.type is not FrameType.PAGE or self._target is None
+
     def ended(self) -> None:
         """Take note of the end of the stream; raise ProtocolError if it cuts a frame."""
         if self._error is not None:

@@ -222,3 +222,15 @@ def test_progress_round_trips(done, ahead):
 def test_a_progress_payload_of_another_size_is_refused():
     with pytest.raises(ProtocolError, match="3 bytes"):
         decode_progress(b"abc")
+
+
+@pytest.mark.parametrize("num_bytes", [0, 20, HEADER_BYTES, HEADER_BYTES + 10])
+def test_pages_are_refused_once_their_places_may_belong_to_others(num_bytes):
+    pages, frame = Pages(48), page_frame(bytes(48))
+    decoder = FrameDecoder(allowed=FROM_SENDER, resolve=pages.resolve)
+    feed(decoder, frame[:num_bytes], cycle([7]))
+    is_safe = decoder.refuse_pages()
+    assert is_safe == (num_bytes < HEADER_BYTES)  # then no place was named yet
+    if is_safe:
+        with pytest.raises(ProtocolError, match="was not asked for"):
+            feed(decoder, frame[num_bytes:], cycle([7]))
