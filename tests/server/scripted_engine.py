@@ -177,7 +177,7 @@ class ScriptedEngine:
         )
 
     def step(self) -> list[EngineEvent]:
-        assert self.gate.wait(20), "nobody opened the gate"
+        assert self.gate.wait(120), "nobody opened the gate"
         if self.crash_next:
             self.crash_next = False
             raise RuntimeError("scripted crash")

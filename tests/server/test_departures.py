@@ -14,7 +14,7 @@ from prfaas.transport.wire import FrameType
 from tests.frame_scanner import Spot
 from tests.relay import Fault
 from tests.server.fleet import Fleet, fleet, request, until
-from tests.server.scripted_engine import DENSE, HYBRID
+from tests.server.scripted_engine import HYBRID
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 NUM_TOKENS = 150
@@ -33,9 +33,8 @@ async def leave(nodes: Fleet, variant: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [DENSE, HYBRID], ids=["dense", "hybrid"])
-async def test_two_hundred_clients_that_leave_between_prefill_and_decode_pin_no_page(layout):
-    async with fleet(layout=layout, max_transfers=AT_ONCE) as nodes:
+async def test_two_hundred_clients_that_leave_between_prefill_and_decode_pin_no_page():
+    async with fleet(layout=HYBRID, max_transfers=AT_ONCE) as nodes:
         most_in_flight = 0
 
         async def watch() -> None:
