@@ -107,8 +107,9 @@ class PrefixCache:
         with self.pool.lock:
             ram = InRam(self.pool, keys[:limit])
             presence = ram if tier is None else InRamOrOnDisk(ram, tier.store)
-            num_blocks = self._longest(limit, presence)
-            ram_blocks = self._longest(limit, ram)
+            num_blocks = ram_blocks = self._longest(limit, ram)
+            if ram_blocks < limit:
+                num_blocks = self._longest(limit, presence)
             if tier is not None and ram_blocks < num_blocks:
                 promotion = tier.try_promote(
                     ram,

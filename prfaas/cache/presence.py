@@ -34,8 +34,9 @@ def absent_blocks(blocks: range, entries: Sequence[Entry | None]) -> Sequence[in
 def walk_back(entry: Entry | None) -> list[Entry | None]:
     """Return the published entries from a prompt's beginning to this one, as far as they are known."""
     chain: list[Entry | None] = []
+    append = chain.append
     while entry is not None and entry.key is not None:
-        chain.append(entry)
+        append(entry)
         entry = entry.before
     chain.reverse()
     return chain
