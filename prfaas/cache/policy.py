@@ -67,8 +67,8 @@ def prompt_worth(layout: CacheLayout, hit_tokens: int, prompt_tokens: int) -> fl
     """Return what is worth keeping of a prompt that was served, for each MiB.
 
     The KV, windows and states that go on at its end are of use together, so they are worth the
-    same. A prompt of which at least half was cached is a chat's next turn, and chats go on: of
-    those in Mooncake's traces six to nine in ten are continued, of new prompts one to three.
+    same. A prompt of which at least half was cached is taken for a chat's next turn, and chats go on
+    more often than new prompts do.
 
     Args:
         layout: of the cache.

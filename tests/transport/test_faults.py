@@ -3,26 +3,20 @@
 What goes on is whole, was not sent again beyond one frame a stream, and leaves streams that are warm.
 """
 
-from typing import Any
-
 import pytest
 
 from prfaas.errors import ProtocolError, TransferError
-from prfaas.transport.auth import PeerSide
 from prfaas.transport.client import PeerClient
-from prfaas.transport.cluster_key import ClusterKey
-from prfaas.transport.options import TransportOptions
 from prfaas.transport.seals import CHECKSUM_BYTES, MAC_BYTES
-from prfaas.transport.security import ChannelSecurity, asker_security, peer_security
 from prfaas.transport.wire import UNTAGGED_BYTES, FrameType
 from tests.frame_scanner import TLS_DATA, Spot
 from tests.relay import Fault, Relay, tag_bytes
 from tests.transport.certificates import Certificates
 from tests.transport.channels import Pages, Service, channel, ended, finish, warm
+from tests.transport.guards import KEY, guarded
 from tests.transport.samples import ASKED, IDENTITY, asked
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-KEY = ClusterKey(b"k" * 16)
 PAGE_BYTES = 3000
 NUM_PAGES = 24
 STALL_S = 1.0
@@ -42,19 +36,6 @@ RECORDS = [Spot(TLS_DATA, where, skip) for where in WHERE for skip in (0, 3)]
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     return Certificates(tmp_path_factory.mktemp("tls"))
-
-
-def guarded(guard: str, files: Certificates) -> dict[str, Any]:
-    """Return what `channel` needs for a guard: open, key or tls."""
-    if guard == "key":
-        gate = PeerSide(KEY, identity=IDENTITY, epoch="e" * 64)
-        return {"gate": gate, "asker": ChannelSecurity(cluster_key=KEY)}
-    if guard == "tls":
-        cert, key = files.issue("peer", "127.0.0.1")
-        peer = peer_security(TransportOptions(tls_cert=cert, tls_key=key)).tls
-        ours = asker_security(TransportOptions(tls_ca=files.authority)).tls
-        return {"tls": peer, "asker": ChannelSecurity(tls=ours)}
-    return {}
 
 
 def relay_of(guard: str) -> Relay:

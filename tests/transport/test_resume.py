@@ -2,23 +2,18 @@
 
 import asyncio
 import contextlib
-from typing import Any
 
 import pytest
 
 from prfaas.errors import TransferError, TransferTimeout
-from prfaas.transport.auth import PeerSide
-from prfaas.transport.cluster_key import ClusterKey
-from prfaas.transport.options import TransportOptions
-from prfaas.transport.security import ChannelSecurity, asker_security, peer_security
 from prfaas.transport.wire import HEADER_BYTES, FrameType
 from tests.relay import Fault, Relay, tag_bytes
 from tests.transport.certificates import Certificates
 from tests.transport.channels import Pages, channel, ended, finish, place, warm
+from tests.transport.guards import KEY, guarded
 from tests.transport.samples import ASKED, IDENTITY
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-KEY = ClusterKey(b"k" * 16)
 PAGE_BYTES = 3000
 NUM_PAGES = 60
 FRAME_BYTES = HEADER_BYTES + PAGE_BYTES
@@ -27,18 +22,6 @@ FRAME_BYTES = HEADER_BYTES + PAGE_BYTES
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     return Certificates(tmp_path_factory.mktemp("tls"))
-
-
-def settings(guard: str, files: Certificates) -> dict[str, Any]:
-    if guard == "key":
-        gate = PeerSide(KEY, identity=IDENTITY, epoch="e" * 64)
-        return {"gate": gate, "asker": ChannelSecurity(cluster_key=KEY)}
-    if guard == "tls":
-        cert, key = files.issue("peer", "127.0.0.1")
-        peer = peer_security(TransportOptions(tls_cert=cert, tls_key=key)).tls
-        ours = asker_security(TransportOptions(tls_ca=files.authority)).tls
-        return {"tls": peer, "asker": ChannelSecurity(tls=ours)}
-    return {}
 
 
 EVERYWHERE = [0, 1, HEADER_BYTES, HEADER_BYTES + 1, FRAME_BYTES, 7 * FRAME_BYTES + 11]
@@ -58,7 +41,7 @@ SOMEWHERE = [1, 9 * FRAME_BYTES + 50]
 async def test_a_transfer_goes_on_where_it_broke(num_streams, kind, guard, after_bytes, files):
     relay = Relay(tag_bytes(KEY if guard == "key" else None))
     async with channel(
-        via=relay, page_bytes=PAGE_BYTES, streams=num_streams, **settings(guard, files)
+        via=relay, page_bytes=PAGE_BYTES, streams=num_streams, **guarded(guard, files)
     ) as (service, client):
         await client.handshake(IDENTITY)
         relay.is_opaque = guard == "tls"
