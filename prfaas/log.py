@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from typing import Literal, cast
+from contextlib import suppress
+from typing import Literal, TextIO, cast
 
 import structlog
 
@@ -12,6 +13,23 @@ Logger = structlog.typing.FilteringBoundLogger
 _TRACEBACKS_WITHOUT_LOCALS = structlog.processors.ExceptionRenderer(
     structlog.tracebacks.ExceptionDictTransformer(show_locals=False)  # they hold prompts and keys
 )
+
+
+class _StandardError:
+    """Standard error as it is when a line is written. A line that nobody takes is lost.
+
+    A closed terminal or a log collector that died must cost lines, never a thread or an answer.
+    """
+
+    def write(self, text: str) -> None:
+        if sys.stderr is not None:
+            with suppress(OSError, ValueError):
+                sys.stderr.write(text)
+
+    def flush(self) -> None:
+        if sys.stderr is not None:
+            with suppress(OSError, ValueError):
+                sys.stderr.flush()
 
 
 def configure_logging(*, level: str = "info", log_format: LogFormat = "console") -> None:
@@ -36,7 +54,7 @@ def configure_logging(*, level: str = "info", log_format: LogFormat = "console")
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(file=cast("TextIO", _StandardError())),
         cache_logger_on_first_use=False,
     )
 

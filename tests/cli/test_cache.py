@@ -2,22 +2,13 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 from click.testing import CliRunner, Result
 
 from prfaas.cli.main import main
 from tests.cache.stores import IDENTITY, fill, generation_of, opened, segments_of, whole
-
-
-@pytest.fixture(autouse=True)
-def log_settings() -> Iterator[None]:
-    """The command logs to its own standard error, which ends with it."""
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.fixture
