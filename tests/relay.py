@@ -39,6 +39,8 @@ class Fault:
     direction: Direction = "down"
     seconds: float = 0.1
     """How long a delay is, and how long others must be quiet for a hold to end."""
+    then: "Fault | None" = None
+    """Set as soon as this one strikes."""
 
 
 def tag_bytes(cluster_key: object | None) -> int:
@@ -141,7 +143,7 @@ class Relay:
             task.cancel()
 
     async def hurt(self) -> None:
-        """Return once a fault has struck."""
+        """Return once a fault has struck, and those that were to follow it."""
         await self._hurt.wait()
 
     # ------------------------------------------------------------ connections
@@ -279,9 +281,12 @@ class Relay:
             await asyncio.sleep(SLOW_S)
 
     async def _strike(self, part: Part, index: int, fault: Fault, lane: _Lane) -> None:
-        self._has_struck = True
         self.num_struck += 1
-        self._hurt.set()
+        if fault.then is None:
+            self._has_struck = True
+            self._hurt.set()
+        else:
+            self.fault = fault.then
         head, rest = part.data[:index], part.data[index:]
         match fault.kind:
             case "flip" if rest:

@@ -49,9 +49,9 @@ from prfaas.transport.messages import (
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.ports import StreamPort
 from prfaas.transport.pulling import Pulled, Pulling
-from prfaas.transport.seals import CHECKSUM, FrameSeal, MacSeal
 from prfaas.transport.security import ChannelSecurity
 from prfaas.transport.stream import RawStream
+from prfaas.transport.stream_seals import StreamSeals, stream_seals
 from prfaas.transport.warm_streams import WarmStreams
 
 MAX_REPLY_BYTES = 1 << 20
@@ -202,9 +202,9 @@ class PeerClient:
                 if not self._uses_http:
                     raise
         stream_id = secrets.token_hex(16)
-        peer_seal, our_seal = self._seals(stream_id)
+        seals = self._seals(stream_id)
         port = HttpPort(lambda attach: self._fetch(stream_id, attach), self._spawn)
-        return RawStream(port, peer_seal=peer_seal, our_seal=our_seal)
+        return RawStream(port, peer_seal=seals.peer, our_seal=seals.asker)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None, "not run"
@@ -229,11 +229,11 @@ class PeerClient:
             stream_id = secrets.token_hex(16)
             _, headers = self._trust.sign("GET", STREAM_PATH, stream_id.encode())
             headers[STREAM_HEADER] = stream_id
-            peer_seal, our_seal = self._seals(stream_id)
+            seals = self._seals(stream_id)
             with as_transfer_errors(self.address):
                 async with asyncio.timeout(self._options.stall_timeout_s):
                     rest = await upgrade(port, self.address, STREAM_PATH, headers)
-            stream = RawStream(port, rest, peer_seal=peer_seal, our_seal=our_seal)
+            stream = RawStream(port, rest, peer_seal=seals.peer, our_seal=seals.asker)
             self._raw_streams = [s for s in self._raw_streams if s.is_open] + [stream]
             return stream
         except UpgradeRefused as error:
@@ -246,15 +246,9 @@ class PeerClient:
             port.close()
             raise
 
-    def _seals(self, stream_id: str) -> tuple[FrameSeal, FrameSeal]:
-        """Return the seals of what the peer and we send: MACs where nothing else guards the bytes."""
-        session = self._trust.session
-        if session is None or self._security.tls is not None:
-            return CHECKSUM, CHECKSUM
-        return (
-            MacSeal(session.frame_key(stream_id, "peer")),
-            MacSeal(session.frame_key(stream_id, "asker")),
-        )
+    def _seals(self, stream_id: str) -> StreamSeals:
+        is_tls = self._security.tls is not None
+        return stream_seals(self._trust.session, stream_id, is_tls=is_tls)
 
     async def _post(self, path: str, body: bytes, ours: Identity) -> bytes:
         """Return the reply to a request; with a cluster key both are of one session."""

@@ -9,6 +9,7 @@ import time
 from aiohttp import web
 
 from prfaas.errors import BadRequest, Overloaded, ProtocolError, UntrustedPeer
+from prfaas.transport.answers import proven, read_body, refusal, refuse
 from prfaas.transport.auth import is_same
 from prfaas.transport.client import MEASURE_PATH
 from prfaas.transport.fields import parse_object
@@ -25,7 +26,7 @@ from prfaas.transport.messages import (
     encode_accepted,
 )
 from prfaas.transport.sending import SendingStream
-from prfaas.transport.server import KvChannel, proven, read_body, refusal, refuse
+from prfaas.transport.server import KvChannel
 from prfaas.transport.tcpinfo import TcpInfo, read_congestion, read_tcp_info
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from prfaas.errors import ProtocolError
+from prfaas.errors import ProtocolError, TransferError
 from prfaas.transport.attach import Attach
 from prfaas.transport.flow import CreditAccount
 from prfaas.transport.kv_numbers import KvNumbers
@@ -194,8 +194,11 @@ class OutgoingTransfer:
     def attach(self, attach: Attach, seal: FrameSeal) -> SendingLane:
         """Return the lane of a stream that carries the transfer from now on.
 
-        Raises ProtocolError for a stream that was attached before, or a word of losses that cannot be.
+        Raises ProtocolError for a stream that was attached before, or a word of losses that cannot be;
+        TransferError where there is nothing more to say over it.
         """
+        if self.outcome not in (None, "completed") and self._error is None:
+            raise TransferError(f"the transfer has ended: {self.outcome}")
         if attach.stream in self._lanes or attach.stream in self._dead_streams:
             raise ProtocolError(f"stream {attach.stream} was attached before")
         self._take_back(attach.resumes)

@@ -240,8 +240,12 @@ class Pulling:
         self._ticker = self._loop.call_later(TICK_FRACTION * self._stall_timeout_s, self._tick)
 
     def acknowledge(self) -> bool:
-        """Tell the peer that everything is verified; False if no stream of the transfer works any more."""
-        return any(stream.say(FrameType.ACK) for stream in self._ended())
+        """Tell the peer that everything is verified; False if no stream of the transfer works any more.
+
+        Over all that have ended, as the word may be damaged on its way.
+        """
+        has_said = [stream.say(FrameType.ACK) for stream in self._ended()]
+        return any(has_said)
 
     def _ended(self) -> list[RawStream]:
         return [s for s, number in self._carriers.items() if self._incoming.is_over(number)]

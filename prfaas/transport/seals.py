@@ -1,6 +1,7 @@
 """What goes with each frame to show that it is whole: a checksum, or a MAC that also says whose it is.
 
-A checksum is xxh3-64 and detects accidents only. A MAC is HMAC-SHA256, cut to 16 bytes, over the
+A checksum is xxh3-64 and detects accidents only; on a stream it covers the frame's number, too, so that
+a frame that comes twice, or not, is one. A MAC is HMAC-SHA256, cut to 16 bytes, over the
 frame's number within its stream and direction, its header and its payload: a frame that was changed,
 repeated, left out, moved or sent back does not verify. Its key is of one transfer and one direction.
 """
@@ -38,8 +39,8 @@ class FrameSeal(Protocol):
 
 
 class _ChecksumDigest:
-    def __init__(self, fields: bytes) -> None:
-        self._digest = xxhash.xxh3_64(fields)
+    def __init__(self, fields: bytes, number: int) -> None:
+        self._digest = xxhash.xxh3_64(fields, number)
         self.update = self._digest.update
 
     def finish(self) -> bytes:
@@ -47,16 +48,31 @@ class _ChecksumDigest:
 
 
 class ChecksumSeal:
-    """Tags are checksums; keeps no state."""
+    """Tags are checksums of frames that stand alone; keeps no state."""
 
     tag_bytes = CHECKSUM_BYTES
 
     def begin(self, fields: bytes) -> FrameDigest:
         """Return a digest that has taken in `fields`."""
-        return _ChecksumDigest(fields)
+        return _ChecksumDigest(fields, 0)
 
 
 CHECKSUM = ChecksumSeal()
+
+
+class NumberedChecksumSeal:
+    """Tags are checksums; counts the frames, and a frame's number is the seed of its checksum."""
+
+    tag_bytes = CHECKSUM_BYTES
+
+    def __init__(self) -> None:
+        self._num_frames = 0
+
+    def begin(self, fields: bytes) -> FrameDigest:
+        """Return the digest of the next frame."""
+        digest = _ChecksumDigest(fields, self._num_frames)
+        self._num_frames += 1
+        return digest
 
 
 class _MacDigest:

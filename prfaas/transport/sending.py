@@ -15,6 +15,7 @@ from prfaas.transport.seals import CHECKSUM, FrameSeal
 from prfaas.transport.tcpinfo import read_tcp_info, set_congestion, set_pacing_rate
 from prfaas.transport.wire import (
     FROM_RECEIVER,
+    DamagedFrame,
     Frame,
     FrameDecoder,
     FrameType,
@@ -175,6 +176,8 @@ class SendingStream:
             frame = self._decoder.received(num_bytes)
             if frame is not None:
                 self._take(frame)
+        except DamagedFrame:
+            self.close()  # the asker says over another stream what arrived over this one
         except ProtocolError:
             if self._transfer is not None:
                 self._transfer.close("protocol_error")

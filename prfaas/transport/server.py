@@ -25,6 +25,7 @@ from prfaas.errors import (
     TransferError,
     UntrustedPeer,
 )
+from prfaas.transport.answers import json_answer, proven, read_body, read_proof, refusal, refuse
 from prfaas.transport.attach import parse_attach
 from prfaas.transport.auth import Caller, PeerSide, is_same
 from prfaas.transport.client import (
@@ -32,14 +33,13 @@ from prfaas.transport.client import (
     AUTH_HEADER,
     FRAMES_PATH,
     HELLO_PATH,
-    PROOF_HEADER,
     SESSION_PATH,
     STREAM_HEADER,
     STREAM_PATH,
 )
 from prfaas.transport.dialing import UPGRADE
 from prfaas.transport.expected import ATTACH_WAIT_S, ExpectedTransfers
-from prfaas.transport.fields import dump, parse_object
+from prfaas.transport.fields import parse_object
 from prfaas.transport.flow import EgressBudget
 from prfaas.transport.handshake import parse_identity
 from prfaas.transport.http_sending import send_frames
@@ -54,13 +54,10 @@ from prfaas.transport.messages import (
 )
 from prfaas.transport.outgoing import OutgoingTransfer
 from prfaas.transport.ports import StreamPort
-from prfaas.transport.seals import CHECKSUM, FrameSeal, MacSeal
+from prfaas.transport.seals import FrameSeal
 from prfaas.transport.sending import SendingStream, take_port
+from prfaas.transport.stream_seals import StreamSeals, stream_seals
 from prfaas.transport.wire import FrameDecoder, FrameType, refuse_pages
-
-BODY_TIMEOUT_S = 30.0
-MAX_PROOF_BYTES = 64 << 10
-"""Of what somebody says who has not proven anything."""
 
 
 class TransferService(Protocol):
@@ -151,19 +148,21 @@ class KvChannel:
     async def hello(self, request: web.Request) -> web.Response:
         """Answer a hello with our proof."""
         try:
-            body, gate = await _read_proof(request), self._required_gate()
-            return _json(200, gate.challenge(body, nonce=secrets.token_hex(32), now_s=_now_s()))
+            body, gate = await read_proof(request), self._required_gate()
+            return json_answer(
+                200, gate.challenge(body, nonce=secrets.token_hex(32), now_s=_now_s())
+            )
         except (IncompatiblePeer, ProtocolError, UntrustedPeer, TimeoutError) as error:
             return refusal(error)
 
     async def session(self, request: web.Request) -> web.Response:
         """Open a session for an asker that has proven itself."""
         try:
-            body, gate = await _read_proof(request), self._required_gate()
+            body, gate = await read_proof(request), self._required_gate()
             gate.admit(body, now_s=_now_s())
         except (ProtocolError, UntrustedPeer, TimeoutError) as error:
             return refusal(error)
-        return _json(200, b"{}")
+        return json_answer(200, b"{}")
 
     def _required_gate(self) -> PeerSide:
         if self._gate is None:
@@ -262,10 +261,10 @@ class KvChannel:
         try:
             signed = f"{stream_id} {encoded}".encode("utf-8", "surrogateescape")
             caller = self.caller(request, signed)
-            ours, askers = _seals(request, stream_id, caller)
-            attach = parse_attach(_frame_in(encoded, askers))
+            seals = _seals(request, stream_id, caller)
+            attach = parse_attach(_frame_in(encoded, seals.asker))
             transfer = await self._expected.find(attach)
-            lane = transfer.attach(attach, ours)
+            lane = transfer.attach(attach, seals.peer)
         except UntrustedPeer as error:
             return refusal(error)
         except ProtocolError as error:
@@ -299,7 +298,7 @@ class KvChannel:
         self,
         request: web.Request,
         transport: asyncio.Transport,
-        seals: tuple[FrameSeal, FrameSeal],
+        seals: StreamSeals,
     ) -> None:
         port = take_port(
             transport,
@@ -311,8 +310,8 @@ class KvChannel:
             find=self._expected.find,
             budget=self._budget,
             count_sent=self._service.count_sent,
-            our_seal=seals[0],
-            asker_seal=seals[1],
+            our_seal=seals.peer,
+            asker_seal=seals.asker,
         )
         stream.asker = request.remote or ""
         self.streams.add(stream)
@@ -326,16 +325,9 @@ class KvChannel:
             transport.abort()
 
 
-def _seals(
-    request: web.Request, stream_id: str, caller: Caller | None
-) -> tuple[FrameSeal, FrameSeal]:
-    """Return the seals of what we and the asker send: MACs where nothing else guards the bytes."""
-    if caller is None or request.secure:
-        return CHECKSUM, CHECKSUM
-    return (
-        MacSeal(caller.session.frame_key(stream_id, "peer")),
-        MacSeal(caller.session.frame_key(stream_id, "asker")),
-    )
+def _seals(request: web.Request, stream_id: str, caller: Caller | None) -> StreamSeals:
+    session = None if caller is None else caller.session
+    return stream_seals(session, stream_id, is_tls=request.secure)
 
 
 def _frame_in(encoded: str, seal: FrameSeal) -> bytes:
@@ -366,60 +358,3 @@ def _aborting(request: web.Request, transfer: OutgoingTransfer) -> Callable[[], 
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
-
-
-async def read_body(request: web.Request) -> bytes:
-    """Return a request's body; TimeoutError if it does not come."""
-    async with asyncio.timeout(BODY_TIMEOUT_S):
-        return await request.read()
-
-
-async def _read_proof(request: web.Request) -> bytes:
-    num_bytes = request.content_length
-    if num_bytes is None or num_bytes > MAX_PROOF_BYTES:
-        raise ProtocolError(f"a body of {num_bytes} bytes, limit {MAX_PROOF_BYTES}")
-    return await read_body(request)
-
-
-def refusal(
-    error: BadRequest
-    | IncompatiblePeer
-    | Overloaded
-    | ProtocolError
-    | TimeoutError
-    | UntrustedPeer,
-) -> web.Response:
-    """Return the answer to a request that failed."""
-    match error:
-        case UntrustedPeer():
-            return refuse(401, str(error), {"WWW-Authenticate": AUTH_HEADER})
-        case IncompatiblePeer():
-            return refuse(409, str(error))
-        case ProtocolError():
-            return refuse(400, str(error))
-        case BadRequest():
-            return refuse(422, str(error))  # 400 is for messages that we do not understand
-        case Overloaded():
-            return refuse(503, str(error), {"Retry-After": f"{error.retry_after_s:g}"})
-        case TimeoutError():
-            return refuse(408, f"no whole body within {BODY_TIMEOUT_S} s")
-
-
-def proven(status: int, body: bytes, caller: Caller | None) -> web.Response:
-    """Return a success, signed for whoever has proven themselves."""
-    if caller is None:
-        return _json(status, body)
-    return _json(
-        status, body, {PROOF_HEADER: caller.session.sign_reply(caller.counter, status, body)}
-    )
-
-
-def _json(status: int, body: bytes, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
-
-
-def refuse(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
-    """Return an answer that says no."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": None}
-    return _json(status, dump({"error": error}), headers)

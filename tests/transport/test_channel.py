@@ -286,13 +286,25 @@ async def test_a_lease_stands_still_while_the_sender_has_nothing_to_send():
         assert service.transfers[ASKED.transfer_id].outcome is None
 
 
-@pytest.mark.parametrize("data", [b"hello sender, how are you? " * 4, encode_frame(FrameType.END)])
-async def test_a_receiver_that_sends_anything_but_an_ack_is_dropped(data):
+async def test_a_receiver_that_sends_a_whole_frame_of_senders_has_ended_its_transfer():
     async with channel() as (service, client), client.pull(ASKED, Pages()) as pulling:
         transfer = service.transfers[ASKED.transfer_id]
         stream = await attached_stream(transfer, pulling)
-        stream.port.send_now([data])
+        stream.port.send_now([encode_frame(FrameType.END, seal=stream._our_seal)])
         assert await ended(transfer) == "protocol_error"
+
+
+async def test_what_is_no_frame_costs_a_receiver_its_stream_and_nothing_more():
+    async with channel() as (service, client), client.pull(ASKED, Pages()) as pulling:
+        transfer = service.transfers[ASKED.transfer_id]
+        stream = await attached_stream(transfer, pulling)
+        stream.port.send_now([b"hello sender, how are you? " * 4])
+        transfer.put_page(place(0))
+        transfer.finish(tokens_computed=0)
+        await finish(pulling)
+        assert not stream.is_open
+        assert pulling.num_streams_lost == 1
+        assert await ended(transfer) == "completed"
 
 
 async def attached_stream(transfer: OutgoingTransfer, pulling: Pulling) -> RawStream:

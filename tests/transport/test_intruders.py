@@ -14,7 +14,7 @@ from prfaas.transport.attach import Attach, encode_attach
 from prfaas.transport.auth import PeerSide
 from prfaas.transport.client import PeerClient
 from prfaas.transport.cluster_key import ClusterKey
-from prfaas.transport.handshake import check_compatible
+from prfaas.transport.handshake import PROTOCOL_VERSION, check_compatible
 from prfaas.transport.kv_numbers import KvNumbers
 from prfaas.transport.messages import TransferAccepted
 from prfaas.transport.pulling import Pulling
@@ -169,7 +169,7 @@ async def test_a_peer_that_sends_our_own_words_back_is_refused():
 
 
 def test_a_peer_of_another_version_is_refused_with_both_named():
-    with pytest.raises(IncompatiblePeer, match=r"\b3 here, 2 there"):
+    with pytest.raises(IncompatiblePeer, match=rf"\b{PROTOCOL_VERSION} here, 2 there"):
         check_compatible(IDENTITY, replace(IDENTITY, protocol_version=2), accept_approximate=True)
 
 

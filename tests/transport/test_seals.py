@@ -1,4 +1,4 @@
-"""Frames under a MAC: what was changed, moved, repeated, left out or reflected does not verify."""
+"""Frames of a stream: what was moved, repeated or left out does not verify; under a MAC, what was changed or reflected."""
 
 import pytest
 from hypothesis import given
@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 
 from prfaas.errors import ProtocolError
 from prfaas.transport.cluster_key import ClusterKey
-from prfaas.transport.seals import MAC_BYTES, MacSeal
+from prfaas.transport.seals import MAC_BYTES, FrameSeal, MacSeal, NumberedChecksumSeal
 from prfaas.transport.wire import (
     FROM_SENDER,
     UNTAGGED_BYTES,
+    DamagedFrame,
     FrameDecoder,
     FrameType,
     encode_frame,
@@ -20,14 +21,19 @@ KEY = ClusterKey(b"k" * 16)
 
 
 def frames(
-    key: ClusterKey = KEY, texts: tuple[bytes, ...] = (b"one", b"two", b"three")
+    key: ClusterKey | None = KEY, texts: tuple[bytes, ...] = (b"one", b"two", b"three")
 ) -> list[bytes]:
-    seal = MacSeal(key)
+    seal = seal_of(key)
     return [encode_frame(FrameType.ERROR, text, seal) for text in texts]
 
 
-def decode(data: bytes | bytearray, key: ClusterKey = KEY) -> list[bytes]:
-    decoder = FrameDecoder(allowed=FROM_SENDER, resolve=refuse_pages, seal=MacSeal(key))
+def seal_of(key: ClusterKey | None) -> FrameSeal:
+    """Return that of a stream, a checksum if there is no key."""
+    return NumberedChecksumSeal() if key is None else MacSeal(key)
+
+
+def decode(data: bytes | bytearray, key: ClusterKey | None = KEY) -> list[bytes]:
+    decoder = FrameDecoder(allowed=FROM_SENDER, resolve=refuse_pages, seal=seal_of(key))
     texts, rest = [], memoryview(data)
     while rest:
         target = decoder.buffer()
@@ -40,15 +46,17 @@ def decode(data: bytes | bytearray, key: ClusterKey = KEY) -> list[bytes]:
     return texts
 
 
-def test_frames_in_order_under_one_key_verify():
-    assert decode(b"".join(frames())) == [b"one", b"two", b"three"]
+@pytest.mark.parametrize("key", [KEY, None])
+def test_frames_in_order_verify(key):
+    assert decode(b"".join(frames(key)), key) == [b"one", b"two", b"three"]
 
 
+@pytest.mark.parametrize("key", [KEY, None])
 @pytest.mark.parametrize("order", [(1,), (0, 0), (0, 2), (1, 0), (0, 1, 1)])
-def test_frames_out_of_their_order_do_not(order):
-    made = frames()
-    with pytest.raises(ProtocolError, match="MAC mismatch"):
-        decode(b"".join(made[index] for index in order))
+def test_frames_out_of_their_order_are_damage(order, key):
+    made = frames(key)
+    with pytest.raises(DamagedFrame, match="MAC mismatch"):
+        decode(b"".join(made[index] for index in order), key)
 
 
 def test_another_key_does_not():

@@ -16,6 +16,7 @@ from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.seals import CHECKSUM, MacSeal
 from prfaas.transport.security import ChannelSecurity, asker_security, peer_security
+from prfaas.transport.stream_seals import StreamSeals
 from prfaas.transport.tcpinfo import read_tcp_info
 from prfaas.transport.wire import FrameType, encode_frame
 from tests.transport.certificates import Certificates
@@ -179,13 +180,15 @@ async def test_a_session_that_the_peer_forgot_is_replaced_once():
 async def test_a_reply_that_the_peer_did_not_sign_does_not_count(monkeypatch):
     async with channel(gate=gate(), asker=ChannelSecurity(cluster_key=KEY)) as (_, client):
         await client.handshake(IDENTITY)
-        monkeypatch.setattr("prfaas.transport.server.PROOF_HEADER", "Nothing")
+        monkeypatch.setattr("prfaas.transport.answers.PROOF_HEADER", "Nothing")
         with pytest.raises(UntrustedPeer, match="not signed"):
             await client.open(ASKED)
 
 
 async def test_frames_without_a_mac_are_refused_where_there_must_be_one(monkeypatch):
-    monkeypatch.setattr("prfaas.transport.server._seals", lambda *_: (CHECKSUM, CHECKSUM))
+    monkeypatch.setattr(
+        "prfaas.transport.server._seals", lambda *_: StreamSeals(CHECKSUM, CHECKSUM)
+    )
     async with channel(gate=gate(), asker=ChannelSecurity(cluster_key=KEY)) as (service, client):
         await client.handshake(IDENTITY)
         service.num_pages = 2
