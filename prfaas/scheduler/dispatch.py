@@ -6,7 +6,7 @@ as it holds.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prfaas.scheduler.forecast import (
     ClustersView,
@@ -31,6 +31,10 @@ class _Remote:
     backlog_bytes: float = 0.0
     budget_bytes: float | None = None
     refilled_s: float = 0.0
+    prefill: PrefillView | None = None
+    """As last shown; None once something of it has changed."""
+    shown: RemoteView | None = None
+    """The same of all of it; it holds as long as the budget is full."""
 
 
 class Dispatcher:
@@ -61,6 +65,7 @@ class Dispatcher:
         """
         remote = self._remotes[index]
         remote.view = view
+        remote.prefill = remote.shown = None
         while remote.sent and remote.sent[0][0] <= view.prefill.taken_s - view.link.rtt_s / 2:
             remote.sent_work_s -= remote.sent.popleft()[1]
 
@@ -72,6 +77,7 @@ class Dispatcher:
             work_s = self._profiles.remote_work_s(prompt, decision.remote)
             remote.sent.append((now_s, work_s))
             remote.sent_work_s += work_s
+            remote.prefill = remote.shown = None
             num_bytes = self._profiles.kv_bytes(prompt)
             remote.backlog_bytes += num_bytes
             self._num_inflight += 1
@@ -84,9 +90,11 @@ class Dispatcher:
         self._num_inflight -= 1
         remote = self._remotes[index]
         remote.backlog_bytes = max(0.0, remote.backlog_bytes - self._profiles.kv_bytes(prompt))
+        remote.shown = None
         if not self._num_inflight:
             for each in self._remotes:
                 each.backlog_bytes = 0.0  # rounding must not add up
+                each.shown = None
 
     @property
     def num_inflight(self) -> int:
@@ -96,11 +104,15 @@ class Dispatcher:
     def view(self, local: PrefillView, now_s: float) -> ClustersView:
         """Return what a policy would look at now."""
         return ClustersView(
-            local=local, remotes=tuple(self._now(remote, now_s) for remote in self._remotes)
+            local=local, remotes=tuple([self._now(remote, now_s) for remote in self._remotes])
         )
 
     def _now(self, remote: _Remote, now_s: float) -> RemoteView:
-        prefill, link = remote.view.prefill, remote.view.link
+        shown = remote.shown
+        if shown is not None and shown.link.budget_bytes == shown.link.budget_limit_bytes:
+            remote.refilled_s = now_s
+            return shown
+        link = remote.view.link
         rate = self._fraction * link.bytes_per_s
         limit_bytes = BUDGET_BURST_S * rate
         if remote.budget_bytes is None:
@@ -108,18 +120,15 @@ class Dispatcher:
         refilled = remote.budget_bytes + rate * (now_s - remote.refilled_s)
         remote.budget_bytes = max(-limit_bytes, min(refilled, limit_bytes))
         remote.refilled_s = now_s
-        return RemoteView(
-            name=remote.view.name,
-            prefill=PrefillView(
-                num_instances=prefill.num_instances,
-                num_busy=prefill.num_busy,
-                num_waiting=prefill.num_waiting,
-                waiting_work_s=prefill.waiting_work_s,
-                residual_work_s=prefill.residual_work_s,
-                taken_s=prefill.taken_s,
+        if remote.prefill is None:
+            remote.prefill = replace(
+                remote.view.prefill,
                 num_sent=len(remote.sent),
                 sent_work_s=max(0.0, remote.sent_work_s),
-            ),
+            )
+        remote.shown = RemoteView(
+            name=remote.view.name,
+            prefill=remote.prefill,
             link=LinkView(
                 bytes_per_s=link.bytes_per_s,
                 rtt_s=link.rtt_s,
@@ -130,3 +139,4 @@ class Dispatcher:
                 budget_bytes_per_s=rate,
             ),
         )
+        return remote.shown

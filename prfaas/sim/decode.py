@@ -12,15 +12,25 @@ from prfaas.sim.events import Action, Event, Events
 from prfaas.sim.sharing import SharedServer
 
 
+class _Speeds(dict[int, float]):
+    """Batch size -> tokens per second of each sequence, found when first asked for."""
+
+    def __init__(self, decode: DecodeProfile) -> None:
+        super().__init__()
+        self._decode = decode
+
+    def __missing__(self, batch: int) -> float:
+        self[batch] = speed = 1 / self._decode.step_s(batch)
+        return speed
+
+
 def fluid_decode(events: Events, decode: DecodeProfile, *, max_batch: int) -> SharedServer:
     """Return an instance whose sequences get 1 / T_decode(batch) tokens per second each.
 
     It ends a sequence of n tokens within one step of `SteppedDecode`, with two events a sequence
     instead of one a step.
     """
-    return SharedServer(
-        events, rate_each=lambda batch: 1 / decode.step_s(batch), max_jobs=max_batch
-    )
+    return SharedServer(events, rate_each=_Speeds(decode).__getitem__, max_jobs=max_batch)
 
 
 LAST = 1_000

@@ -14,6 +14,28 @@ from prfaas.sim.sharing import Share, SharedServer
 
 LostSequence = Callable[[int], object]
 """Called with the tokens that it has still to get."""
+OnPlace = Callable[[int], object]
+"""Called with the instance that a sequence has joined."""
+
+
+class _Seat:
+    """A sequence at an instance."""
+
+    __slots__ = ("_index", "_on_done", "_pool", "on_lost", "place")
+
+    def __init__(
+        self, pool: "DecodePool", index: int, on_done: Callable[[], object], on_lost: LostSequence
+    ) -> None:
+        self._pool = pool
+        self._index = index
+        self._on_done = on_done
+        self.on_lost = on_lost
+        self.place: Share | Stepped | None = None
+
+    def end(self) -> None:
+        """Give the place back: it has all its tokens."""
+        self._pool.left(self._index, self)
+        self._on_done()
 
 
 class DecodePool:
@@ -37,14 +59,14 @@ class DecodePool:
         self._servers: list[SharedServer | SteppedDecode] = [
             self._make() for _ in range(num_instances)
         ]
-        self._here: list[dict[object, tuple[Share | Stepped, LostSequence]]] = [
-            {} for _ in self._servers
-        ]
+        self._here: list[dict[_Seat, None]] = [{} for _ in self._servers]
         self._is_up = [True] * num_instances
         self._queue = [(0, index) for index in range(num_instances)]
         self._queued = set(self._queue)
         self._drained: dict[int, Callable[[], object]] = {}
-        self._homeless: list[tuple[int, Callable[[], object], LostSequence]] = []
+        self._homeless: list[
+            tuple[int, Callable[[], object], LostSequence, OnPlace | None]
+        ] = []
 
     @property
     def num_up(self) -> int:
@@ -56,16 +78,24 @@ class DecodePool:
         """Return the sequences that decode or wait for a place."""
         return sum(len(here) for here in self._here) + len(self._homeless)
 
-    def submit(self, num_tokens: int, on_done: Callable[[], object], on_lost: LostSequence) -> None:
+    def submit(
+        self,
+        num_tokens: int,
+        on_done: Callable[[], object],
+        on_lost: LostSequence,
+        on_place: OnPlace | None = None,
+    ) -> None:
         """Let a sequence in; without an instance it waits for one."""
         index = self._least_loaded()
         if index is None:
-            self._homeless.append((num_tokens, on_done, on_lost))
+            self._homeless.append((num_tokens, on_done, on_lost, on_place))
             return
-        key = object()
-        place = self._servers[index].submit(num_tokens, partial(self._done, index, key, on_done))
-        self._here[index][key] = (place, on_lost)
+        seat = _Seat(self, index, on_done, on_lost)
+        seat.place = self._servers[index].submit(num_tokens, seat.end)
+        self._here[index][seat] = None
         self._enqueue(index)
+        if on_place is not None:
+            on_place(index)
 
     def _enqueue(self, index: int) -> None:
         entry = (len(self._here[index]), index)
@@ -90,10 +120,11 @@ class DecodePool:
             self._is_up[index] = False
             server, here = self._servers[index], self._here[index]
             self._here[index] = {}
-            for place, on_lost in here.values():
-                left = _tokens_left(server, place)
-                _withdraw(server, place)
-                on_lost(left)
+            for seat in here:
+                assert seat.place is not None, "taken as it came"
+                left = _tokens_left(server, seat.place)
+                _withdraw(server, seat.place)
+                seat.on_lost(left)
         return up[:num_instances]
 
     def restore(self, indices: Sequence[int]) -> None:
@@ -144,13 +175,13 @@ class DecodePool:
             elif not self._is_up[index]:
                 assert not self._here[index]
 
-    def _done(self, index: int, key: object, on_done: Callable[[], object]) -> None:
-        del self._here[index][key]
+    def left(self, index: int, seat: _Seat) -> None:
+        """Take note that a sequence has left its instance."""
+        del self._here[index][seat]
         if index in self._drained:
             self._leave_if_drained(index)
         else:
             self._enqueue(index)
-        on_done()
 
 
 def _tokens_left(server: SharedServer | SteppedDecode, place: Share | Stepped) -> int:

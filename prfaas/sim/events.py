@@ -31,17 +31,13 @@ class Events:
     """
 
     def __init__(self) -> None:
-        self._now_s = 0.0
+        self.now_s = 0.0
+        """The virtual time; only `run` sets it."""
         self._heap: list[tuple[float, int, int, Event]] = []
-        self._sequence = count()
+        self._sequence = count().__next__
         self._num_cancelled = 0
         self.num_run = 0
         """Actions run so far."""
-
-    @property
-    def now_s(self) -> float:
-        """Return the virtual time."""
-        return self._now_s
 
     @property
     def num_pending(self) -> int:
@@ -54,15 +50,15 @@ class Events:
         Raises:
             ValueError: a time that has passed, or that is none.
         """
-        if not (isfinite(time_s) and time_s >= self._now_s):
-            raise ValueError(f"an event at {time_s} s, at {self._now_s} s")
+        if not self.now_s <= time_s < inf:
+            raise ValueError(f"an event at {time_s} s, at {self.now_s} s")
         event = Event(time_s, action)
-        heappush(self._heap, (time_s, priority, next(self._sequence), event))
+        heappush(self._heap, (time_s, priority, self._sequence(), event))
         return event
 
     def after(self, delay_s: float, action: Action, *, priority: int = 0) -> Event:
         """Schedule an action some seconds from now; raises ValueError as `at`."""
-        return self.at(self._now_s + delay_s, action, priority=priority)
+        return self.at(self.now_s + delay_s, action, priority=priority)
 
     def cancel(self, event: Event) -> None:
         """Let an event not happen; one that has, or was cancelled, is left alone."""
@@ -85,14 +81,14 @@ class Events:
             if action is None:
                 self._num_cancelled -= 1
                 continue
-            self._now_s = time_s
+            self.now_s = time_s
             self.num_run += 1
             action()
         if isfinite(until_s):
-            self._now_s = max(self._now_s, until_s)
+            self.now_s = max(self.now_s, until_s)
 
     def check(self) -> None:
         """Re-derive the counters, and assert that nothing is scheduled in the past."""
         pending = [entry for entry in self._heap if entry[3].is_pending]
         assert len(pending) == self.num_pending, f"{len(pending)} pending, {self.num_pending} said"
-        assert all(entry[0] >= self._now_s for entry in pending)
+        assert all(entry[0] >= self.now_s for entry in pending)

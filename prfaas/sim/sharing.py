@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
-from math import isfinite
+from math import inf
 
 from prfaas.sim.events import Action, Event, Events
 
@@ -44,7 +44,7 @@ class SharedServer:
         self._rate = 0.0
         self._ends: list[tuple[float, int, Share]] = []
         self._waiting: deque[Share] = deque()
-        self._sequence = count()
+        self._sequence = count().__next__
         self._next: Event | None = None
         self._num_active = 0
         self._num_waiting = 0
@@ -68,13 +68,17 @@ class SharedServer:
         Raises:
             ValueError: an amount below 0 or that is none.
         """
-        if not (isfinite(amount) and amount >= 0):
+        if not 0 <= amount < inf:
             raise ValueError(f"an amount of {amount}")
         share = Share(amount, on_done)
         self.num_arrivals += 1
-        self._num_waiting += 1
-        self._waiting.append(share)
         self._read()
+        if self._waiting or self._num_active == self._max_jobs:
+            self._num_waiting += 1
+            self._waiting.append(share)
+            self._fill()
+        else:
+            self._take(share)
         self._settle()
         return share
 
@@ -89,6 +93,7 @@ class SharedServer:
             self._num_waiting -= 1
         else:
             self._num_active -= 1
+        self._fill()
         self._settle()
         return True
 
@@ -126,42 +131,52 @@ class SharedServer:
         self._odometer += self._rate * (now_s - self._read_s)
         self._read_s = now_s
 
-    def _settle(self) -> None:
-        """Give places to who waits, and find out anew who ends next."""
-        while self._waiting and (self._max_jobs is None or self._num_active < self._max_jobs):
+    def _take(self, share: Share) -> None:
+        """Give a place."""
+        self._num_active += 1
+        share.end_at = end_at = self._odometer + share.amount
+        heappush(self._ends, (end_at, self._sequence(), share))
+
+    def _fill(self) -> None:
+        """Give places to who waits."""
+        while self._waiting and self._num_active != self._max_jobs:
             share = self._waiting.popleft()
-            if share.is_gone:
-                continue
-            self._num_waiting -= 1
-            self._num_active += 1
-            share.end_at = self._odometer + share.amount
-            heappush(self._ends, (share.end_at, next(self._sequence), share))
-        while self._ends and self._ends[0][2].is_gone:
-            heappop(self._ends)
-        self._rate = self._rate_each(self._num_active) if self._num_active else 0.0
+            if not share.is_gone:
+                self._num_waiting -= 1
+                self._take(share)
+
+    def _settle(self) -> None:
+        """Find out anew who ends next."""
+        ends = self._ends
+        while ends and ends[0][2].is_gone:
+            heappop(ends)
         if self._next is not None:
             self._events.cancel(self._next)
             self._next = None
         if not self._num_active:
-            self._odometer = 0.0  # nobody is measured by it: keep its digits
-        elif self._rate > 0:
-            left = max(0.0, self._ends[0][0] - self._odometer)
-            self._next = self._events.after(left / self._rate, self._end)
+            self._rate = self._odometer = 0.0  # nobody is measured by it: keep its digits
+            return
+        self._rate = rate = self._rate_each(self._num_active)
+        if rate > 0:
+            left = ends[0][0] - self._odometer
+            self._next = self._events.after(left / rate if left > 0 else 0.0, self._end)
 
     def _end(self) -> None:
         """The job at the head has got its amount, and so have those that ask for no more."""
         self._next = None
         self._read()
-        end_at = self._ends[0][0]
-        self._odometer = max(self._odometer, end_at)  # rounding must not leave a rest
+        ends = self._ends
+        if self._odometer < ends[0][0]:
+            self._odometer = ends[0][0]  # rounding must not leave a rest
         ended = []
-        while self._ends and self._ends[0][0] <= self._odometer:
-            _, _, share = heappop(self._ends)
+        while ends and ends[0][0] <= self._odometer:
+            _, _, share = heappop(ends)
             if not share.is_gone:
                 share.is_gone = True
                 ended.append(share)
         self._num_active -= len(ended)
         self.num_done += len(ended)
+        self._fill()
         self._settle()
         for share in ended:
             share.on_done()

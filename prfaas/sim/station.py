@@ -90,10 +90,13 @@ class Station:
             raise ValueError(f"a service of {service_s} s")
         job = Job(service_s, self._events.now_s, on_done, on_start, on_lost)
         self.num_arrivals += 1
-        self._waiting.append(job)
-        self._num_waiting += 1
         self._waiting_work_s += service_s
-        self._fill()
+        if not self._waiting and len(self._serving) < self._num_servers:
+            self._begin(job)
+        else:
+            self._waiting.append(job)
+            self._num_waiting += 1
+            self._fill()
         return job
 
     def withdraw(self, job: Job) -> bool:
@@ -150,14 +153,17 @@ class Station:
             if job.is_gone:
                 continue
             self._num_waiting -= 1
-            self._waiting_work_s -= job.service_s
-            self._count_busy()
-            job.started_s = self._events.now_s
-            self._serving[job] = None
-            job.end = self._events.after(job.service_s, partial(self._end, job))
-            self._ends_s += job.end.time_s
-            if job.on_start is not None:
-                job.on_start()
+            self._begin(job)
+
+    def _begin(self, job: Job) -> None:
+        self._waiting_work_s -= job.service_s
+        self._count_busy()
+        job.started_s = self._events.now_s
+        self._serving[job] = None
+        job.end = self._events.after(job.service_s, partial(self._end, job))
+        self._ends_s += job.end.time_s
+        if job.on_start is not None:
+            job.on_start()
 
     def _end(self, job: Job) -> None:
         self._leave(job)
