@@ -254,7 +254,7 @@ class Pulling:
         """Give back streams that can be used again, close the others. Idempotent."""
         if self._ticker is not None:
             self._ticker.cancel()
-        ended = self._ended() if self.is_finished else []
+        ended = self._ended()
         for stream in tuple(self._carriers):
             del self._carriers[stream]
             if stream in ended:

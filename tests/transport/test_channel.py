@@ -183,8 +183,25 @@ async def test_a_stream_needs_the_capability_of_its_transfer():
         assert service.transfers[ASKED.transfer_id].outcome is None
 
 
-async def told(client: PeerClient, request: TransferRequest, words: str) -> None:
-    """Attach a stream without asking for a transfer first, and hear these words."""
+async def test_streams_that_come_to_a_transfer_that_has_ended_hear_so_once_and_serve_the_next():
+    async with channel(streams=2, page_bytes=100) as (service, client):
+        await warm(client)
+        streams = set(service.channel.streams)
+        await client.open(ASKED)
+        service.transfers[ASKED.transfer_id].close("expired")
+        assert await told(client, ASKED, "has ended: expired") == 0
+        service.num_pages = 3
+        held = Pages(100)
+        await pull_all(client, held, asked(transfer_id="n" * 32))
+        held.check(3)
+        assert streams & service.channel.streams
+
+
+async def told(client: PeerClient, request: TransferRequest, words: str) -> int:
+    """Attach the open streams without asking for a transfer first, and hear these words.
+
+    Returns how many streams were lost.
+    """
     pulling = Pulling(
         asked=request,
         consumer=Pages(),
@@ -194,9 +211,11 @@ async def told(client: PeerClient, request: TransferRequest, words: str) -> None
         numbers=KvNumbers(),
     )
     with contextlib.closing(pulling):
+        pulling.attach_warm()
         await pulling.begin(TransferAccepted(hit_tokens=0))
         with pytest.raises(TransferError, match=words):
             await finish(pulling)
+    return pulling.num_streams_lost
 
 
 async def test_a_stream_number_is_used_once():
