@@ -31,19 +31,22 @@ class LinearCurve:
 
     tokens: tuple[float, ...]
     values: tuple[float, ...]
+    _slopes: tuple[float, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raise ValueError for points that make no curve."""
         check_points(self.tokens, self.values)
+        points = pairwise(zip(self.tokens, self.values, strict=True))
+        slopes = tuple((y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in points)
+        object.__setattr__(self, "_slopes", slopes)
 
     def __call__(self, tokens: float) -> float:
         """Return the value at a length."""
-        if len(self.tokens) == 1:
+        if not self._slopes:
             return self.values[0]
         index = _piece(self.tokens, tokens)
-        low, high = self.tokens[index], self.tokens[index + 1]
-        slope = (self.values[index + 1] - self.values[index]) / (high - low)
-        return max(0.0, self.values[index] + slope * (tokens - low))
+        value = self.values[index] + self._slopes[index] * (tokens - self.tokens[index])
+        return value if value > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +106,7 @@ def check_points(tokens: Sequence[float], values: Sequence[float]) -> None:
 
 def _piece(knots: Sequence[float], x: float) -> int:
     """Return the piece between two knots that `x` is in, or the outer one nearest to it."""
-    return min(max(bisect_right(knots, x) - 1, 0), len(knots) - 2)
+    return bisect_right(knots, x, 1, len(knots) - 1) - 1
 
 
 def _monotone_slopes(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:
