@@ -21,6 +21,8 @@ class Prompt:
     """Leading tokens whose KV the local cluster has."""
     remote_hit_tokens: tuple[int, ...] = ()
     """The same of each PrfaaS cluster, in the order of the view; none where it is empty."""
+    arrived_s: float | None = None
+    """When it came, on the clock of the views: a policy may hold it back. None has to go now."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for counts that no prompt has."""
@@ -127,9 +129,13 @@ class ClustersView:
 
     def candidates(self, now_s: float) -> tuple[int, ...]:
         """Return the PrfaaS clusters to choose from: usable ones, fresh ones if there are any."""
-        usable = tuple(i for i, remote in enumerate(self.remotes) if remote.is_usable)
-        fresh = tuple(i for i in usable if now_s - self.remotes[i].prefill.taken_s <= STALE_AFTER_S)
-        return fresh or usable
+        usable, fresh = [], []
+        for index, remote in enumerate(self.remotes):
+            if remote.is_usable:
+                usable.append(index)
+                if now_s - remote.prefill.taken_s <= STALE_AFTER_S:
+                    fresh.append(index)
+        return tuple(fresh or usable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

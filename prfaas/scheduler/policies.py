@@ -7,7 +7,7 @@ another cluster has one.
 
 from dataclasses import dataclass
 from math import exp, inf, log
-from typing import Literal, Protocol, assert_never, get_args
+from typing import Literal, NamedTuple, Protocol, assert_never, get_args
 
 from prfaas.scheduler.forecast import ClustersView, Profiles, Prompt, RemoteView, remote_ttft_s
 
@@ -21,13 +21,17 @@ PolicyReason = Literal[
     "earlier",
     "spares_others",
     "egress_budget",
+    "within_slo",
+    "late",
+    "held",
     "no_remote",
     "no_local",
 ]
 """policy: it knows no other way. short, long: beside the threshold. earlier: the first token is
 predicted earlier there. spares_others: later there, but those behind it gain more. egress_budget:
-earlier at a PrfaaS cluster, if the link had room. no_remote, no_local:
-that cluster has no instance, or no link."""
+earlier at a PrfaaS cluster, if the link had room. within_slo: the cheaper one would be too late.
+late: no cluster is in time, and there nobody waits for it. held: nor is that so anywhere. no_remote,
+no_local: that cluster has no instance, or no link."""
 
 MAX_EGRESS_FRACTION = 0.7
 """Of a link, before bursts need the rest (PrfaaS §4)."""
@@ -36,6 +40,10 @@ QUEUE_GAIN_PER_S = 0.3
 FULL_LINK_FACTOR = 2.0
 CONCERN = 1.0
 PRICE = 2.0
+SLO_MARGIN = 0.9
+"""Of the SLO, that a prediction has to be within: it may be off by the rest."""
+LATE_LINK_FRACTION = 0.4
+"""Of the SLO, that KVCache under way may take before a late prompt's bytes join it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +54,9 @@ class Decision:
     """The PrfaaS cluster, by its place in the view; None is the local cluster."""
     reason: PolicyReason
     predicted_ttft_s: float
+    """From now on."""
+    is_held: bool = False
+    """It stays at the scheduler, and is to be decided again when anything has changed."""
 
 
 class Policy(Protocol):
@@ -64,10 +75,12 @@ def best_remote(
         return None
     num_bytes = profiles.kv_bytes(prompt)
     works_s = profiles.remote_works_s(prompt, len(view.remotes))
-    return min(
-        (remote_ttft_s(view.remotes[i], now_s, work_s=works_s[i], num_bytes=num_bytes), i)
-        for i in candidates
-    )
+    best_s, best = inf, candidates[0]
+    for i in candidates:
+        ttft_s = remote_ttft_s(view.remotes[i], now_s, work_s=works_s[i], num_bytes=num_bytes)
+        if ttft_s < best_s:
+            best_s, best = ttft_s, i
+    return best_s, best
 
 
 def _local(
@@ -87,16 +100,16 @@ def _by_side(
     reason: PolicyReason,
 ) -> Decision:
     """Return the side that is wanted, or the other one if that has no instance."""
-    remote = best_remote(profiles, prompt, view, now_s)
     has_local = view.local.num_instances > 0
+    if has_local and not wants_remote:
+        return _local(profiles, prompt, view, now_s, reason)
+    remote = best_remote(profiles, prompt, view, now_s)
     if not view.remotes or (remote is None and has_local):
         return _local(profiles, prompt, view, now_s, "no_remote" if wants_remote else reason)
     if remote is None:  # nobody can: it waits there for whoever comes back
         return Decision(remote=0, reason="no_local", predicted_ttft_s=inf)
-    if wants_remote or not has_local:
-        reason = reason if wants_remote else "no_local"
-        return Decision(remote=remote[1], reason=reason, predicted_ttft_s=remote[0])
-    return _local(profiles, prompt, view, now_s, reason)
+    reason = reason if wants_remote else "no_local"
+    return Decision(remote=remote[1], reason=reason, predicted_ttft_s=remote[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +194,18 @@ def _delay_s(remote: RemoteView, now_s: float) -> float:
     return max(remote.prefill.wait_s(now_s), link.backlog_bytes / link.bytes_per_s)
 
 
+class _Option(NamedTuple):
+    """One way for a prompt."""
+
+    cost_s: float
+    ttft_s: float
+    price_s: float
+    """What its bytes cost."""
+    remote: int | None
+    is_idle: bool
+    """Whether nobody waits there, and no more than a late prompt may join is under way."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictive:
     """The earliest predicted first token, with what it costs others.
@@ -188,37 +213,81 @@ class Predictive:
     Waits grow where more is sent than leaves, so under load this is a threshold too: the length from
     which on a prefill saves more there than the wait there is longer. Others pay for a prefill with its
     time, as many as are in the queue behind it, and for its bytes once the egress budget is spent.
+
+    With an SLO, a prompt goes where it is in time. One that is in time nowhere would make others late in
+    vain: it is held back until an instance is idle, if it may be.
     """
 
     profiles: Profiles
     concern: float = CONCERN
     """How much the delay of others counts beside one's own."""
+    ttft_slo_s: float | None = None
+    """A first token is of use within it; None holds nothing back."""
 
     def decide(self, prompt: Prompt, view: ClustersView, now_s: float) -> Decision:
-        """Return the least predicted TTFT, what it costs others added."""
-        candidates = view.candidates(now_s)
-        if view.local.num_instances <= 0 or not candidates:
+        """Return the least predicted TTFT, what it costs others added, of those in time."""
+        options = self._options(prompt, view, now_s)
+        if not options:
             return _by_side(self.profiles, prompt, view, now_s, wants_remote=True, reason="policy")
-        local_s = self.profiles.local_ttft_s(prompt, view, now_s)
+        best = _cheapest(options)
+        if self.ttft_slo_s is None or prompt.arrived_s is None:
+            return _chosen(best, options)
+        left_s = SLO_MARGIN * self.ttft_slo_s - (now_s - prompt.arrived_s)
+        if best.ttft_s <= left_s:
+            return _chosen(best, options)
+        in_time = [option for option in options if option.ttft_s <= left_s]
+        if in_time:
+            return _as(_cheapest(in_time), "within_slo")
+        idle = [option for option in options if option.is_idle]
+        if idle:
+            return _as(_cheapest(idle), "late")
+        return Decision(remote=None, reason="held", predicted_ttft_s=best.ttft_s, is_held=True)
+
+    def _options(self, prompt: Prompt, view: ClustersView, now_s: float) -> list[_Option]:
+        found = []
+        if view.local.num_instances > 0:
+            wait_s = view.local.wait_s(now_s)
+            work_s = self.profiles.local_work_s(prompt)
+            cost_s = wait_s + work_s + self.concern * work_s * view.local.delayed_jobs()
+            found.append(_Option(cost_s, wait_s + work_s, 0.0, None, wait_s <= 0))
+        candidates = view.candidates(now_s)
+        if not candidates:
+            return found
         num_bytes = self.profiles.kv_bytes(prompt)
         works_s = self.profiles.remote_works_s(prompt, len(view.remotes))
-        found = []
         for index in candidates:
             remote, work_s = view.remotes[index], works_s[index]
             ttft_s = remote_ttft_s(remote, now_s, work_s=work_s, num_bytes=num_bytes)
-            delay_s = work_s * remote.prefill.delayed_jobs()
             price_s = _price_s(remote, num_bytes)
-            found.append((ttft_s + self.concern * delay_s + price_s, ttft_s, price_s, index))
-        cost_s, remote_s, price_s, index = min(found)
-        delay_s = self.profiles.local_work_s(prompt) * view.local.delayed_jobs()
-        local_cost_s = local_s + self.concern * delay_s
-        if cost_s < local_cost_s:
-            reason: PolicyReason = "earlier" if remote_s < local_s else "spares_others"
-            return Decision(remote=index, reason=reason, predicted_ttft_s=remote_s)
-        reason = "earlier"
-        if remote_s < local_s:
-            reason = "egress_budget" if cost_s - price_s < local_cost_s else "spares_others"
-        return Decision(remote=None, reason=reason, predicted_ttft_s=local_s)
+            cost_s = ttft_s + self.concern * work_s * remote.prefill.delayed_jobs() + price_s
+            is_idle = remote.prefill.wait_s(now_s) <= 0 and self._has_room(remote)
+            found.append(_Option(cost_s, ttft_s, price_s, index, is_idle))
+        return found
+
+    def _has_room(self, remote: RemoteView) -> bool:
+        if self.ttft_slo_s is None:
+            return True
+        limit_s = LATE_LINK_FRACTION * self.ttft_slo_s
+        return remote.link.backlog_bytes <= limit_s * remote.link.bytes_per_s
+
+
+def _cheapest(options: list[_Option]) -> _Option:
+    """Return the option of the least cost, the first one of equals: the local cluster."""
+    return min(options, key=lambda option: option.cost_s)
+
+
+def _as(option: _Option, reason: PolicyReason) -> Decision:
+    return Decision(remote=option.remote, reason=reason, predicted_ttft_s=option.ttft_s)
+
+
+def _chosen(best: _Option, options: list[_Option]) -> Decision:
+    """Return the decision for the cheapest option, and why it was not an earlier one."""
+    if all(best.ttft_s <= option.ttft_s for option in options):
+        return _as(best, "earlier")
+    if best.remote is None:
+        unpriced = min(option.cost_s - option.price_s for option in options if option is not best)
+        return _as(best, "egress_budget" if unpriced < best.cost_s else "spares_others")
+    return _as(best, "spares_others")
 
 
 def _price_s(remote: RemoteView, num_bytes: float) -> float:
@@ -242,8 +311,17 @@ def as_policy(name: str) -> PolicyName:
     raise ValueError(f"no policy {name!r}; there are {', '.join(POLICIES)}")
 
 
-def make_policy(name: PolicyName, *, profiles: Profiles, threshold_tokens: float) -> Policy:
-    """Return a policy by its name; `threshold_tokens` is t of a plan."""
+def make_policy(
+    name: PolicyName,
+    *,
+    profiles: Profiles,
+    threshold_tokens: float,
+    ttft_slo_s: float | None = None,
+) -> Policy:
+    """Return a policy by its name; `threshold_tokens` is t of a plan.
+
+    `ttft_slo_s` is what `predictive` holds prompts back for; None holds none back.
+    """
     match name:
         case "local":
             return Local(profiles=profiles)
@@ -254,6 +332,6 @@ def make_policy(name: PolicyName, *, profiles: Profiles, threshold_tokens: float
         case "threshold":
             return Threshold(profiles=profiles, threshold_tokens=threshold_tokens)
         case "predictive":
-            return Predictive(profiles=profiles)
+            return Predictive(profiles=profiles, ttft_slo_s=ttft_slo_s)
         case _:
             assert_never(name)
