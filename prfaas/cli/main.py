@@ -9,6 +9,7 @@ from prfaas.cli.chat import chat
 from prfaas.cli.failures import FailingGroup
 from prfaas.cli.model import model
 from prfaas.cli.plan import plan
+from prfaas.cli.profile import profile
 from prfaas.cli.serve import serve
 from prfaas.cli.simulate import simulate
 from prfaas.cli.verify import verify
@@ -24,5 +25,5 @@ def main() -> None:
     """Serve LLMs with prefill as a service: long prompts are prefilled by another node."""
 
 
-for command in (serve, model, plan, simulate, verify, chat, cache, bench):
+for command in (serve, model, plan, simulate, profile, verify, chat, cache, bench):
     main.add_command(command)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
-from prfaas.config.profiles import read_profile
+from prfaas.config.profiles import MAX_BYTES_PER_S, MAX_RTT_S, read_profile
 from prfaas.config.simulation_table import SimulationOptions, read_simulation
 from prfaas.config.tables import Table, read_toml
 from prfaas.config.workloads import read_workload
@@ -16,8 +16,6 @@ from prfaas.scheduler.throughput import ThroughputModel
 MAX_GPUS = 10_000_000
 MAX_INSTANCES = 100_000
 """Of one cluster; the search tries each division of the local ones."""
-MAX_BYTES_PER_S = 1e15
-MAX_RTT_S = 60
 MAX_TOKENS_PER_S = 1e6
 MAX_COST = 1e12
 METRICS = (
@@ -102,7 +100,8 @@ def _model(top: Table) -> ThroughputModel:
     local = read_profile(profiles.file("local"))
     prfaas = read_profile(profiles.file("prfaas")) if "prfaas" in profiles else None
     profiles.finish()
-    link = _link(top.table("link")) if "link" in top else None
+    measured = None if prfaas is None else local.link
+    link = _link(top.table("link"), measured) if "link" in top else measured
     speed = top.number("min_decode_tokens_per_s", above=0, maximum=MAX_TOKENS_PER_S)
     try:
         return ThroughputModel(
@@ -116,10 +115,21 @@ def _model(top: Table) -> ThroughputModel:
         raise top.error("profiles", error) from None
 
 
-def _link(table: Table) -> Link:
+def _link(table: Table, measured: Link | None) -> Link:
+    """The link of a plan; what it leaves out is as the local profile measured it."""
     link = Link(
-        bytes_per_s=table.number("bytes_per_s", above=0, maximum=MAX_BYTES_PER_S),
-        rtt_s=table.number("rtt_s", minimum=0, maximum=MAX_RTT_S, default=0.0),
+        bytes_per_s=table.number(
+            "bytes_per_s",
+            above=0,
+            maximum=MAX_BYTES_PER_S,
+            default=None if measured is None else measured.bytes_per_s,
+        ),
+        rtt_s=table.number(
+            "rtt_s",
+            minimum=0,
+            maximum=MAX_RTT_S,
+            default=0.0 if measured is None else measured.rtt_s,
+        ),
         max_egress_fraction=table.number("max_egress_fraction", above=0, maximum=1, default=1.0),
     )
     table.finish()

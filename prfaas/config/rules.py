@@ -71,9 +71,9 @@ def check_rules(config: NodeConfig, name_of: NameOf, *, listens: bool = True) ->
 def _check_replay(config: NodeConfig, name_of: NameOf) -> None:
     """A node has weights or a profile, and no settings of the one it does not have."""
     if config.engine.kind == "replay":
-        if config.replay.profile is None:
+        if config.engine.profile is None:
             raise ConfigError(
-                f"{name_of('engine.kind')}: replay needs a profile, {name_of('replay.profile')}"
+                f"{name_of('engine.kind')}: replay needs a profile, {name_of('engine.profile')}"
             )
         idle: dict[str, tuple[str, ...]] = {
             "model": ("model", "chat_template"),
@@ -81,7 +81,7 @@ def _check_replay(config: NodeConfig, name_of: NameOf) -> None:
         }
         reason = f"with a replayed engine, {name_of('engine.kind')}"
     else:
-        idle = {"replay": ("profile", "speed", "bytes_scale")}
+        idle = {"replay": ("speed", "bytes_scale")}
         reason = "without --engine replay"
     for section, names in idle.items():
         options = getattr(config, section)

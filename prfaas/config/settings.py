@@ -152,6 +152,10 @@ SETTINGS: tuple[Setting, ...] = (
         "torch computes a model; replay keeps a profile's time with real pages and no weights.",
         typed_name="engine",
     ),
+    _setting(
+        "engine.profile",
+        "A profile's TOML file: what replay keeps to; a model's TTFT is predicted by it at first.",
+    ),
     _setting("engine.device", "cpu, cuda or cuda:N. Only a CPU gives exact answers."),
     _setting(
         "engine.dtype",
@@ -186,7 +190,6 @@ SETTINGS: tuple[Setting, ...] = (
         minimum=1,
         maximum=1 << 20,
     ),
-    _setting("replay.profile", "With --engine replay: the profile's TOML file."),
     _setting(
         "replay.speed",
         "With --engine replay: so many times as fast as the profile.",

@@ -13,6 +13,9 @@ class EngineOptions:
 
     kind: Literal["torch", "replay"] = "torch"
     """torch computes a model; replay takes a profile's time and makes real pages, but no arithmetic."""
+    profile: str | None = None
+    """A profile's TOML file: what a replayed engine keeps to, and what a node predicts by until it has
+    observed."""
     device: str = "cpu"
     """cpu, cuda (the first device) or cuda:N. A CPU is exact; on CUDA a row's bits depend on the batch
     it is computed in, so that answers say exact: false."""

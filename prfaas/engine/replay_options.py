@@ -7,8 +7,6 @@ from dataclasses import dataclass
 class ReplayOptions:
     """Options of the `[replay]` section."""
 
-    profile: str | None = None
-    """A profile's TOML file: how long prefill and decode take, and what KV a token leaves."""
     speed: float = 1.0
     """So many times as fast as the profile."""
     bytes_scale: float = 1.0

@@ -41,6 +41,21 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The way from the PrfaaS cluster to the local one."""
+
+    bytes_per_s: float
+    rtt_s: float = 0.0
+    max_egress_fraction: float = 1.0
+    """Of the link, that planned KVCache may fill on average."""
+
+    @property
+    def egress_bytes_per_s(self) -> float:
+        """Return what planned KVCache may fill."""
+        return self.bytes_per_s * self.max_egress_fraction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """One kind of instance: one replica of one model on so many GPUs of one kind."""
 
@@ -54,6 +69,8 @@ class Profile:
     """S_kv: tokens -> bytes."""
     decode: DecodeProfile | None = None
     cost: Cost | None = None
+    link: Link | None = None
+    """What was measured between a PrfaaS cluster and this instance."""
 
     @property
     def instance_cost(self) -> float | None:
@@ -62,18 +79,19 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """The way from the PrfaaS cluster to the local one."""
+class Prior:
+    """What a node predicts by as long as it has observed nothing itself."""
 
-    bytes_per_s: float
-    rtt_s: float = 0.0
-    max_egress_fraction: float = 1.0
-    """Of the link, that planned KVCache may fill on average."""
+    prefill_s: Curve
+    """Uncached tokens -> seconds of their prefill here."""
+    speed: float = 1.0
+    """So many times as fast is this node."""
+    link: Link | None = None
+    """To its peer."""
 
-    @property
-    def egress_bytes_per_s(self) -> float:
-        """Return what planned KVCache may fill."""
-        return self.bytes_per_s * self.max_egress_fraction
+    def prefill_tokens_per_s(self, num_tokens: int) -> float | None:
+        """Return the rate at which a prompt of that many tokens is prefilled; None for an empty one."""
+        return self.speed * num_tokens / self.prefill_s(num_tokens) if num_tokens else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Literal, assert_never, get_args
 
 from prfaas.scheduler.monitor import TransferRates
 from prfaas.scheduler.options import SchedulerOptions
+from prfaas.scheduler.profile import Link
 from prfaas.scheduler.view import LocalView, PeerState, PeerView, View, known_rate
 from prfaas.types import RouteName
 
@@ -158,9 +159,15 @@ class _InFlight:
 class Router:
     """The peers' states, and each remote prefill between its decision and its end."""
 
-    def __init__(self, *, peers: Sequence[str], options: SchedulerOptions) -> None:
+    def __init__(
+        self,
+        *,
+        peers: Sequence[str],
+        options: SchedulerOptions,
+        expected_link: Link | None = None,
+    ) -> None:
         self._options = options
-        self._peers = {peer: PeerView(peer=peer) for peer in peers}
+        self._peers = {peer: PeerView(peer=peer, expected_link=expected_link) for peer in peers}
         self._inflight: dict[str, _InFlight] = {}
 
     def view(self, local: LocalView) -> View:

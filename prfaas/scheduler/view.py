@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from prfaas.scheduler.profile import Link
+
 PeerState = Literal["unknown", "ready", "down", "incompatible", "overloaded"]
 
 STALE_AFTER_S = 10.0
@@ -24,6 +26,8 @@ class PeerView:
     """What our transfers from it have reached, a moving average each."""
     rtt_s: float | None = None
     """Of the KV connections to it, while some are open."""
+    expected_link: Link | None = None
+    """As it was once measured; stands in for rate and round trip until they are known."""
     reported_tokens_per_s: float | None = None
     """Its own word on its prefill rate; stands in until a transfer has shown one."""
     num_queue_tokens: int = 0
@@ -81,9 +85,13 @@ class PeerView:
         rate = self._rate
         if rate is None:
             return None
-        link_rate = known_rate(self.link_bytes_per_s)
+        expected = self.expected_link
+        link_rate, rtt_s = known_rate(self.link_bytes_per_s), self.rtt_s
+        if expected is not None:
+            link_rate = link_rate or expected.bytes_per_s
+            rtt_s = expected.rtt_s if rtt_s is None else rtt_s
         transfer_s = 0.0 if link_rate is None else num_kv_bytes / link_rate
-        return max(num_tokens / rate, transfer_s) + (self.rtt_s or 0.0)
+        return max(num_tokens / rate, transfer_s) + (rtt_s or 0.0)
 
     @property
     def _rate(self) -> float | None:

@@ -309,9 +309,9 @@ def route_names(app: web.Application) -> list[str]:
 def served_name(config: NodeConfig) -> str:
     """Return what clients call the model; a replayed one by default as its profile's file."""
     options = config.model
-    if options.served_model_name is None and config.replay.profile is not None:
-        return Path(config.replay.profile).stem
     if options.served_model_name is not None:
         return options.served_model_name
+    if config.engine.kind == "replay" and config.engine.profile is not None:
+        return Path(config.engine.profile).stem
     path = Path(options.model)
     return path.resolve().name.removesuffix(".gguf") if path.exists() else options.model

@@ -10,6 +10,7 @@ from prfaas.cache.block_table import BlockTable
 from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.tenants import narrowed
 from prfaas.clock import Clock
+from prfaas.scheduler.profile import Prior
 from prfaas.scheduler.router import FIRST_BACKOFF_S, Outcome, Route, Router, RouteRequest
 from prfaas.scheduler.view import LocalView
 from prfaas.server.engine_thread import EngineThread
@@ -102,6 +103,7 @@ class PromptFiller:
         peer: Peer | None,
         prefiller: RemotePrefiller | None,
         codec: CodecName = "raw",
+        prior: Prior | None = None,
     ) -> None:
         self._cache = cache
         self._finder = finder
@@ -111,6 +113,7 @@ class PromptFiller:
         self._peer = peer
         self._prefiller = prefiller
         self._codec = codec
+        self._prior = prior
 
     async def fill(
         self,
@@ -188,12 +191,13 @@ class PromptFiller:
             accept_approximate=not peer.is_exact,
         )
 
-    def _local_view(self) -> LocalView:
+    def _local_view(self, num_tokens: int) -> LocalView:
+        """Return the view for a prompt that leaves `num_tokens` to compute."""
         load = self._engine.load()
-        return LocalView(
-            num_waiting_tokens=load.num_waiting_tokens,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-        )
+        rate: float | None = load.prefill_tokens_per_s
+        if not rate and self._prior is not None:
+            rate = self._prior.prefill_tokens_per_s(num_tokens)
+        return LocalView(num_waiting_tokens=load.num_waiting_tokens, prefill_tokens_per_s=rate)
 
     def _route(self, request: Request, prefix: _Prefix, force: RouteName | None) -> Route:
         """Return where the prompt is prefilled; a remote route is in flight from here on."""
@@ -205,7 +209,7 @@ class PromptFiller:
                 hit_tokens=hit_tokens,
                 num_kv_bytes=self._cache.layout.bytes_needed(num_tokens, hit_tokens),
             ),
-            local=self._local_view(),
+            local=self._local_view(num_tokens - hit_tokens),
             now_s=self._clock(),
             force=force,
         )
@@ -267,7 +271,7 @@ class PromptFiller:
             is_exact=prefix.origin.is_exact,
             accept_approximate=prefix.origin.accept_approximate,
             want_logits=want_logits,
-            local_estimate_s=self._local_view().ttft_s(num_tokens=uncached_tokens),
+            local_estimate_s=self._local_view(uncached_tokens).ttft_s(num_tokens=uncached_tokens),
         )
 
     async def _fall_back(

@@ -18,6 +18,7 @@ from prfaas.engine.submission import FirstLogits, Submission
 from prfaas.errors import BadRequest, EngineError, PrfaasError
 from prfaas.log import get_logger
 from prfaas.scheduler.options import SchedulerOptions
+from prfaas.scheduler.profile import Prior
 from prfaas.scheduler.router import Router
 from prfaas.server.engine_thread import EngineThread, StepEngine
 from prfaas.server.filling import PromptFiller, TableHold
@@ -27,6 +28,7 @@ from prfaas.server.node_load import node_load
 from prfaas.server.peer import Peer
 from prfaas.server.places import snapshot_interval
 from prfaas.server.prefix_finder import PrefixFinder
+from prfaas.server.prior import read_prior
 from prfaas.server.remote_prefill import RemotePrefiller
 from prfaas.server.transfer_metrics import TransferMetrics
 from prfaas.text.chat_template import ChatTemplate
@@ -63,6 +65,7 @@ class PdNode:
         chat_template: ChatTemplate,
         is_exact: bool = True,
         security: ChannelSecurity | None = None,
+        prior: Prior | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -79,8 +82,11 @@ class PdNode:
         self._clock = clock
         self._finder = PrefixFinder(cache, clock=clock)
         self._address = None if options.peer is None else parse_address(options.peer)
+        self._prior = prior
         self._router = Router(
-            peers=() if self._address is None else (str(self._address),), options=scheduler
+            peers=() if self._address is None else (str(self._address),),
+            options=scheduler,
+            expected_link=None if prior is None else prior.link,
         )
         self._tasks: asyncio.TaskGroup | None = None
         self._filler: PromptFiller | None = None
@@ -155,6 +161,7 @@ class PdNode:
             peer=self.peer,
             prefiller=prefiller,
             codec=self._options.kv_codec,
+            prior=self._prior,
         )
 
     def drain(self) -> None:
@@ -312,4 +319,5 @@ def load_pd_node(config: NodeConfig, metrics: TransferMetrics, progress: Progres
         chat_template=parts.chat_template,
         is_exact=parts.is_exact,
         security=security,
+        prior=read_prior(config, parts.cache.layout),
     )

@@ -19,12 +19,14 @@ from prfaas.config.options import NodeConfig, Role
 from prfaas.engine.submission import Submission
 from prfaas.errors import BadRequest, EngineError, Overloaded
 from prfaas.log import get_logger
+from prfaas.scheduler.profile import Prior
 from prfaas.server.engine_thread import EngineStream, EngineThread, StepEngine
 from prfaas.server.links import Links
 from prfaas.server.node import NodeLoad, Progress
 from prfaas.server.node_load import node_load
 from prfaas.server.prefill_job import PrefillJob
 from prfaas.server.prefix_finder import PrefixFinder
+from prfaas.server.prior import expected_tokens_per_s, read_prior
 from prfaas.server.transfer_metrics import TransferMetrics
 from prfaas.transport.auth import PeerSide
 from prfaas.transport.cluster_key import ClusterKey
@@ -61,7 +63,9 @@ class PrefillNode:
         metrics: TransferMetrics,
         clock: Clock,
         cluster_key: ClusterKey | None = None,
+        prior: Prior | None = None,
     ) -> None:
+        self._expected_tokens_per_s = expected_tokens_per_s(prior)
         self._identity = identity
         self._cache = cache
         self._engine = EngineThread(engine, clock=clock, name="prefill-engine")
@@ -159,7 +163,7 @@ class PrefillNode:
             is_ready=is_ready,
             reason=reason,
             num_waiting_tokens=load.num_waiting_tokens,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            prefill_tokens_per_s=load.prefill_tokens_per_s or self._expected_tokens_per_s,
         )
 
     def transfer(self, transfer_id: str) -> OutgoingTransfer | None:
@@ -311,4 +315,5 @@ def load_prefill_node(
         metrics=metrics,
         clock=parts.clock,
         cluster_key=security.cluster_key,
+        prior=read_prior(config, parts.cache.layout),
     )

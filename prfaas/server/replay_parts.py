@@ -8,7 +8,7 @@ from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.spec import CacheLayout
 from prfaas.clock import monotonic_s
 from prfaas.config.options import NodeConfig
-from prfaas.config.profiles import read_kv_model, read_profile
+from prfaas.config.profiles import read_kv_layout, read_kv_model, read_profile
 from prfaas.engine.kv_groups import kv_groups
 from prfaas.engine.replay import ReplayEngine
 from prfaas.engine.replay_kv import ReplayConfig, ReplayModel
@@ -27,11 +27,11 @@ NUMERICS = "replay 1"
 
 
 def load_replay_parts(config: NodeConfig, progress: Progress) -> NodeParts:
-    """Make the node that replays `config.replay.profile`. Blocking; raises ConfigError."""
+    """Make the node that replays `config.engine.profile`. Blocking; raises ConfigError."""
     options = config.replay
-    if options.profile is None:
-        raise ConfigError("replay.profile is not set")
-    path = Path(options.profile).expanduser()
+    if config.engine.profile is None:
+        raise ConfigError("engine.profile is not set")
+    path = Path(config.engine.profile).expanduser()
     progress("read profile", 0, 1)
     profile = read_profile(path)
     if profile.decode is None and config.role == "pd":
@@ -39,7 +39,12 @@ def load_replay_parts(config: NodeConfig, progress: Progress) -> NodeParts:
     model = read_kv_model(path)
     block_tokens = config.cache.block_tokens
     if model is None:
-        layout = _layout_of(profile.kv_bytes, options.bytes_scale, block_tokens)
+        measured = read_kv_layout(path, block_tokens)
+        layout = (
+            _layout_of(profile.kv_bytes, options.bytes_scale, block_tokens)
+            if measured is None
+            else replay_layout(measured, options.bytes_scale)
+        )
         kv_dtype, max_context_tokens = "bfloat16", MAX_CONTEXT_TOKENS
     else:
         spec, kv_dtype = model

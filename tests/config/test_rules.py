@@ -99,9 +99,7 @@ def test_a_replayed_engine_needs_its_profile():
         load(engine="replay")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("profile", "p.toml"), ("speed", "4"), ("bytes_scale", "0.5")]
-)
+@pytest.mark.parametrize(("name", "value"), [("speed", "4"), ("bytes_scale", "0.5")])
 def test_what_is_replayed_has_no_effect_on_a_model(name, value):
     flag = "--" + name.replace("_", "-")
     with pytest.raises(ConfigError, match=f"^{flag} has no effect without --engine replay$"):

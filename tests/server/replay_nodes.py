@@ -34,8 +34,8 @@ def replay_config(
 ) -> NodeConfig:
     return NodeConfig(
         role=role,
-        engine=EngineOptions(kind="replay"),
-        replay=ReplayOptions(profile=str(profile), speed=speed, bytes_scale=bytes_scale),
+        engine=EngineOptions(kind="replay", profile=str(profile)),
+        replay=ReplayOptions(speed=speed, bytes_scale=bytes_scale),
         cache=CacheOptions(ram_bytes=64 << 20, dir=None if cache_dir is None else str(cache_dir)),
         transport=TransportOptions(**{"stall_timeout_s": 10.0, **transport, "peer": peer}),
     )
