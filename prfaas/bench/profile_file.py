@@ -30,8 +30,6 @@ class MeasuredProfile:
     """Connections over which the link was measured."""
     date: str
     """ISO, of today."""
-    seconds: float
-    """That were asked for."""
 
 
 def to_toml(profile: MeasuredProfile) -> str:
@@ -42,7 +40,7 @@ def to_toml(profile: MeasuredProfile) -> str:
 def _toml_lines(profile: MeasuredProfile) -> Iterator[str]:
     machine, figures = profile.machine, profile.figures
     yield f"# Measured by `prfaas profile` on {profile.date}, not published by anybody: {_shown(profile.name)} on"
-    yield f"# {machine.hardware} of {machine.cores} cores, {machine.system}, torch {machine.torch_version};"
+    yield f"# {_shown(machine.hardware)} of {machine.cores} cores, {machine.system}, torch {machine.torch_version};"
     yield (
         f"# {profile.weight_dtype} weights, {profile.kv_dtype} KV, chunks of {profile.chunk_tokens} tokens,"
         f" blocks of {profile.layout.block_tokens}."

@@ -16,7 +16,7 @@ from prfaas.cache.block_table import BlockTable
 from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.spec import bytes_of_page
 from prfaas.clock import Clock
-from prfaas.engine.submission import EngineEvent, Submission
+from prfaas.engine.submission import EngineEvent, EngineLoad, Submission
 from prfaas.errors import ConfigError, EngineError
 from prfaas.types import Request, RequestEnded, SamplingParams, TokenEvent
 
@@ -53,6 +53,10 @@ class Engine(Protocol):
 
     def drain(self) -> None:
         """Do nothing any more that nobody waits for."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """Return how busy it is."""
         ...
 
 
@@ -164,11 +168,7 @@ class EngineBench:
         ]
         for request in requests:
             self._engine.submit(Submission(request=request, table=self._look_up(request)))
-        waiting = {request.request_id for request in requests}
-        while waiting:
-            drawn = [event for event in self._step() if isinstance(event, TokenEvent)]
-            waiting -= {event.request_id for event in drawn}
-            room_tokens -= bool(drawn)
+        room_tokens -= self._begin_all(len(requests))
         max_steps = min(MAX_STEPS, room_tokens // len(batches) - 1)
         if max_steps < MIN_STEPS:
             raise ConfigError(
@@ -185,6 +185,20 @@ class EngineBench:
         for _ in self._until_ended({request.request_id for request in requests}):
             pass
         return timings[::-1]
+
+    def _begin_all(self, num_requests: int) -> int:
+        """Step until each request has drawn a token; return the tokens that one has drawn at most."""
+        begun: set[str] = set()
+        num_steps = 0
+        while len(begun) < num_requests:
+            num_begun = len(begun)
+            drawn = {e.request_id for e in self._step() if isinstance(e, TokenEvent)}
+            begun |= drawn
+            num_steps += bool(drawn)
+            load = self._engine.load()
+            if len(begun) == num_begun == load.num_running and load.num_waiting:
+                raise _too_many(num_requests)  # the others had a step to be let in
+        return num_steps
 
     def _steps(self, batch: int, seconds: float, max_steps: int) -> Timing:
         """Return what steps took in which each of `batch` sequences drew a token."""
@@ -205,10 +219,7 @@ class EngineBench:
         while not num_drawn:
             num_drawn = sum(isinstance(event, TokenEvent) for event in self._step())
         if num_drawn != batch:
-            raise ConfigError(
-                f"--kv-ram-bytes does not hold {batch} sequences at once; raise it, or lower "
-                "--max-batch-sequences"
-            )
+            raise _too_many(batch)
 
     def _request(self, num_tokens: int, *, max_tokens: int) -> Request:
         """Return a request for a prompt of its own, sampled as clients get it by default."""
@@ -239,6 +250,13 @@ class EngineBench:
                 yield event
                 if isinstance(event, RequestEnded):
                     request_ids.discard(event.request_id)
+
+
+def _too_many(batch: int) -> ConfigError:
+    return ConfigError(
+        f"--kv-ram-bytes does not hold {batch} sequences at once; raise it, or lower "
+        "--max-batch-sequences"
+    )
 
 
 def measure_engine(

@@ -209,5 +209,4 @@ def measured_profile(
         peer=config.transport.peer,
         streams=config.transport.streams,
         date=datetime.now(UTC).date().isoformat(),
-        seconds=seconds,
     )
