@@ -40,7 +40,7 @@ class Peer:
         security: ChannelSecurity | None = None,
     ) -> None:
         self.name = str(address)
-        self.client = PeerClient(address, options, security=security)
+        self.client = PeerClient(address, options, security=security, clock=clock)
         self.state: PeerState = "unknown"
         self.detail = "no handshake yet"
         self.is_exact = True
@@ -138,7 +138,7 @@ class Peer:
             prefill_tokens_per_s=status.prefill_tokens_per_s,
         )
         self._enter("up" if status.is_ready else "not_ready", status.reason)
-        self.client.streams.want()
+        self.client.heard()
 
     def _enter(self, state: PeerState, detail: str) -> None:
         if state != self.state:

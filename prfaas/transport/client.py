@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 
+from prfaas.clock import Clock, monotonic_s
 from prfaas.errors import (
     IncompatiblePeer,
     Overloaded,
@@ -71,6 +72,8 @@ ATTACH_HEADER = "Prfaas-Attach"
 """An ATTACH frame in base64: it comes back as the frames of its transfer."""
 UNUPGRADED_STATUSES = frozenset({200, 400, 404, 405, 426, 501})
 """What is answered to an upgrade where a proxy took the wish for one away, or does not know it."""
+HTTP_FOR_S = 60.0
+"""So long after such an answer the next raw stream is tried."""
 
 
 class PeerClient:
@@ -82,6 +85,7 @@ class PeerClient:
         options: TransportOptions,
         *,
         security: ChannelSecurity | None = None,
+        clock: Clock = monotonic_s,
     ) -> None:
         self.address = address
         self._options = options
@@ -94,7 +98,10 @@ class PeerClient:
             auto_decompress=False,
         )
         self._trust = _Trust()
+        self._clock = clock
         self._uses_http = options.kv_channel == "http"
+        self._retry_raw_s: float | None = None
+        """When raw streams may be tried again that were refused; None: they were not."""
         self._tasks: asyncio.TaskGroup | None = None
         self._raw_streams: list[RawStream] = []
         self.streams = WarmStreams(self._dial_raw, 0 if self._uses_http else options.streams)
@@ -102,6 +109,15 @@ class PeerClient:
     def open_ports(self) -> list[StreamPort]:
         """Return the connections of all raw streams, idle or not."""
         return [stream.port for stream in self._raw_streams if stream.is_open]
+
+    def heard(self) -> None:
+        """Open the streams that are missing: the peer was heard of.
+
+        Where only HTTP got through a while ago one is tried, beside the transfers: if it opens, all are.
+        """
+        if self._retry_raw_s is not None and self._clock() >= self._retry_raw_s:
+            self.streams.num_idle = 1
+        self.streams.want()
 
     async def run(self) -> None:
         """Keep streams open until cancelled."""
@@ -193,7 +209,8 @@ class PeerClient:
     async def dial(self) -> RawStream:
         """Return a new stream: a raw one, or where only HTTP gets through an HTTP answer to be.
 
-        Raises TransferError. Once an upgrade was answered as if nobody had asked for one, HTTP is used.
+        Raises TransferError. Once an upgrade was answered as if nobody had asked for one, HTTP is used
+        until `heard` has found that a raw stream opens again.
         """
         if not self._uses_http:
             try:
@@ -235,11 +252,15 @@ class PeerClient:
                     rest = await upgrade(port, self.address, STREAM_PATH, headers)
             stream = RawStream(port, rest, peer_seal=seals.peer, our_seal=seals.asker)
             self._raw_streams = [s for s in self._raw_streams if s.is_open] + [stream]
+            if self._retry_raw_s is not None:
+                self._retry_raw_s, self._uses_http = None, False
+                self.streams.num_idle = self._options.streams
             return stream
         except UpgradeRefused as error:
             port.close()
             if error.status in UNUPGRADED_STATUSES:
                 self._uses_http = True
+                self._retry_raw_s = self._clock() + HTTP_FOR_S
                 self.streams.num_idle = 0
             raise
         except BaseException:

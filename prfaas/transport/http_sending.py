@@ -9,6 +9,9 @@ from prfaas.transport.coding import PageEncoder
 from prfaas.transport.flow import EgressBudget
 from prfaas.transport.outgoing import Item, OutgoingTransfer, PagePlace, Piece, SendingLane
 
+CHUNK_BYTES = 128 << 10
+"""Frames are put together until they are so much: each chunk costs both ends a turn."""
+
 
 async def send_frames(
     response: web.StreamResponse,
@@ -27,13 +30,14 @@ async def send_frames(
         with PageEncoder(transfer.codec, transfer.numbers) as encoder:
             while not lane.is_over:
                 news.clear()
-                item = transfer.take(lane)
-                if item is not None:
-                    piece = await _piece(transfer, lane, item, encoder)
-                    if piece is None:
-                        return
-                    await _write(response, transfer, lane, piece, budget)
-                    count_sent(len(piece.payload) if piece.is_page else 0)
+                pieces = await _pieces(transfer, lane, encoder)
+                if pieces is None:
+                    return
+                if pieces:
+                    num_page_bytes = sum(len(piece.payload) for piece in pieces if piece.is_page)
+                    await _may_send(transfer, budget, num_page_bytes)
+                    await _write(response, transfer, lane, pieces)
+                    count_sent(num_page_bytes)
                 elif lane.is_lost or transfer.outcome not in (None, "completed"):
                     return
                 else:
@@ -46,6 +50,26 @@ async def send_frames(
         transfer.leave()
 
 
+async def _pieces(
+    transfer: OutgoingTransfer, lane: SendingLane, encoder: PageEncoder
+) -> list[Piece] | None:
+    """Return the frames that go next, as one chunk; None if the stream was lost meanwhile."""
+    pieces: list[Piece] = []
+    num_bytes = 0
+    while num_bytes < CHUNK_BYTES:
+        item = transfer.take(lane)
+        if item is None:
+            break
+        piece = await _piece(transfer, lane, item, encoder)
+        if piece is None:
+            return None
+        pieces.append(piece)
+        num_bytes += len(piece.payload)
+        if transfer.codec != "raw":
+            break  # the next one takes its time
+    return pieces
+
+
 async def _piece(
     transfer: OutgoingTransfer, lane: SendingLane, item: Item, encoder: PageEncoder
 ) -> Piece | None:
@@ -55,20 +79,19 @@ async def _piece(
     return transfer.seal(lane, item, codec, payload)
 
 
-async def _write(
-    response: web.StreamResponse,
-    transfer: OutgoingTransfer,
-    lane: SendingLane,
-    piece: Piece,
-    budget: EgressBudget,
-) -> None:
+async def _may_send(transfer: OutgoingTransfer, budget: EgressBudget, num_bytes: int) -> None:
     loop = asyncio.get_running_loop()
-    if piece.is_page:
-        num_bytes = len(piece.payload)
+    if num_bytes:
         while wait_s := budget.ask(transfer.transfer_id, num_bytes, now_s=loop.time()):  # noqa: ASYNC110  # it is told when
             await asyncio.sleep(wait_s)
+
+
+async def _write(
+    response: web.StreamResponse, transfer: OutgoingTransfer, lane: SendingLane, pieces: list[Piece]
+) -> None:
+    parts = [part for piece in pieces for part in (piece.header, piece.payload)]
     lane.is_blocked = True
-    # A copy: the answer may hold it back, and the page may be let go by then.
-    await response.write(piece.header + bytes(piece.payload))
+    # A copy: the answer may hold it back, and a page may be let go by then.
+    await response.write(b"".join(parts))
     lane.is_blocked = False
-    transfer.progressed(loop.time())
+    transfer.progressed(asyncio.get_running_loop().time())

@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from prfaas.clock import Clock, monotonic_s
 from prfaas.transport.address import PeerAddress
 from prfaas.transport.auth import PeerSide
 from prfaas.transport.client import PeerClient
@@ -102,6 +103,7 @@ async def channel(
     asker: ChannelSecurity | None = None,
     page_bytes: int = PAGE_BYTES,
     budget: EgressBudget | None = None,
+    clock: Clock = monotonic_s,
     via: Any = None,
     **options: Any,
 ) -> AsyncIterator[tuple[Service, PeerClient]]:
@@ -123,7 +125,7 @@ async def channel(
             await via.start(port)
             port = via.port
         client = PeerClient(
-            PeerAddress("127.0.0.1", port), replace(OPTIONS, **options), security=asker
+            PeerAddress("127.0.0.1", port), replace(OPTIONS, **options), security=asker, clock=clock
         )
         keeping = tasks.create_task(client.run())
         try:

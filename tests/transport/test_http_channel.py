@@ -10,12 +10,12 @@ from aiohttp import web
 
 from prfaas.transport.address import PeerAddress
 from prfaas.transport.auth import PeerSide
-from prfaas.transport.client import PeerClient
+from prfaas.transport.client import HTTP_FOR_S, PeerClient
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.http_port import HttpPort
 from prfaas.transport.security import ChannelSecurity
 from tests.relay import Fault, Relay
-from tests.transport.channels import OPTIONS, Pages, channel, ended
+from tests.transport.channels import OPTIONS, Pages, channel, ended, pull_all, warm
 from tests.transport.samples import IDENTITY, asked
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -106,6 +106,31 @@ async def proxy(target: PeerAddress) -> AsyncIterator[PeerAddress]:
     finally:
         await runner.cleanup()
         await asyncio.sleep(0.05)
+
+
+async def test_raw_streams_are_tried_again_a_minute_after_only_http_got_through(monkeypatch):
+    now_s = [100.0]
+    async with channel(page_bytes=PAGE_BYTES, clock=lambda: now_s[0]) as (service, client):
+        service.num_pages = 3
+        monkeypatch.setattr("prfaas.transport.client.STREAM_PATH", "/of/a/proxy/that/knows/no/such")
+        for number in range(2):
+            client.heard()
+            while client.streams.num_idle:  # noqa: ASYNC110  # it is about another end
+                await asyncio.sleep(0.002)
+            await pull_by_http(client, Pages(PAGE_BYTES), number)
+            now_s[0] += HTTP_FOR_S
+        monkeypatch.undo()
+        now_s[0] -= 0.01
+        client.heard()
+        assert client.streams.num_idle == 0
+        now_s[0] += 0.01
+        client.heard()
+        await warm(client, OPTIONS.streams)
+        held = Pages(PAGE_BYTES)
+        pulling = await pull_all(client, held, asked(transfer_id="r" * 32))
+        held.check(3)
+        assert pulling.num_streams_lost == 0
+        assert len(service.channel.streams) >= OPTIONS.streams
 
 
 async def test_behind_a_proxy_that_strips_the_upgrade_http_is_used_by_itself():
