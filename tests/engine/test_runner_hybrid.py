@@ -27,8 +27,8 @@ from tests.engine.running import (
 )
 from tests.tiny_configs import FAMILIES
 
-GREEDY = SamplingParams(max_tokens=10, seed=0, temperature=0.0, num_logprobs=3)
-SEEDED = SamplingParams(max_tokens=10, seed=11, temperature=1.0, num_logprobs=3)
+GREEDY = SamplingParams(max_tokens=6, seed=0, temperature=0.0, num_logprobs=3)
+SEEDED = SamplingParams(max_tokens=6, seed=11, temperature=1.0, num_logprobs=3)
 LENGTHS = [1, 63, 64, 65, 128, 129, 200]
 """Around blocks and chunks."""
 Line = list[tuple[int, TokenLogprobs | None]]
