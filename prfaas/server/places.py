@@ -10,7 +10,7 @@ from prfaas.cache.spec import (
     snapshot_blocks,
 )
 from prfaas.errors import ConfigError
-from prfaas.transport.outgoing import PagePlace
+from prfaas.transport.pieces import PagePlace
 
 SNAPSHOT_FRACTION = 0.1
 """Of the KV's bytes: what snapshots may add where nobody says how often they are wanted."""

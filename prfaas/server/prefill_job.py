@@ -11,7 +11,8 @@ from prfaas.server.engine_thread import EngineStream, EngineThread
 from prfaas.server.places import places_of_snapshots, places_to_send
 from prfaas.server.pull import kv_numbers
 from prfaas.transport.messages import TransferRequest, encode_first_tokens
-from prfaas.transport.outgoing import OutgoingTransfer, PagePlace
+from prfaas.transport.outgoing import OutgoingTransfer
+from prfaas.transport.pieces import PagePlace
 from prfaas.transport.sending import outlive
 from prfaas.transport.wire import FrameType, encode_progress
 from prfaas.types import RequestEnded, TokenEvent

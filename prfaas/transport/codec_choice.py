@@ -42,9 +42,10 @@ class _Measured:
         self.encode_s_per_byte = _mean(self.encode_s_per_byte, encode_s_per_byte, WEIGHT)
         self.ratio = _mean(self.ratio, ratio, WEIGHT)
 
-    def passed_over(self) -> None:
-        self._num_passed_over += 1
-        if self._num_passed_over % RETRY_PAGES == 0:
+    def passed_over(self, num_pages: int) -> None:
+        self._num_passed_over += num_pages
+        if self._num_passed_over >= RETRY_PAGES:
+            self._num_passed_over -= RETRY_PAGES
             encode_s_per_byte, ratio = UNTRIED[self.codec]
             self.encode_s_per_byte = _mean(self.encode_s_per_byte, encode_s_per_byte, 0.5)
             self.ratio = _mean(self.ratio, ratio, 0.5)
@@ -81,6 +82,13 @@ class CodecChoice:
         if self._fixed is not None:
             is_possible = may_lose or self._fixed is Codec.RAW
             return self._fixed if is_possible else Codec.ZSTD
+        chosen = self._best(may_lose=may_lose)
+        for candidate in self._candidates:
+            if candidate.codec is not chosen:
+                candidate.passed_over(1)
+        return chosen
+
+    def _best(self, *, may_lose: bool) -> Codec:
         chosen, best_s = Codec.RAW, self._link_s_per_byte
         # Without loss first, so that a lossy codec has to be better by the margin.
         for candidate in self._candidates:
@@ -88,10 +96,18 @@ class CodecChoice:
             is_possible = may_lose or candidate.codec is Codec.ZSTD
             if is_possible and best_s > candidate_s * MARGIN:
                 chosen, best_s = candidate.codec, candidate_s
-        for candidate in self._candidates:
-            if candidate.codec is not chosen:
-                candidate.passed_over()
         return chosen
+
+    @property
+    def is_raw(self) -> bool:
+        """Whatever a page may lose, `choose` would say RAW now."""
+        best = self._best(may_lose=True) if self._fixed is None else self._fixed
+        return best is Codec.RAW
+
+    def passed_over(self, num_pages: int) -> None:
+        """Take note of pages that went RAW because of `is_raw`, without a `choose`."""
+        for candidate in self._candidates:
+            candidate.passed_over(num_pages)
 
     def encoded(
         self, codec: Codec, *, num_bytes: int, num_encoded_bytes: int, seconds: float

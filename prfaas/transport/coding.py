@@ -70,6 +70,15 @@ class PageEncoder(_CodecThread):
         """Take note of how long the link took for a page."""
         self._choice.sent(num_bytes=num_bytes, seconds=seconds)
 
+    @property
+    def is_raw(self) -> bool:
+        """Pages of every group go out as they are now."""
+        return self._choice.is_raw
+
+    def passed_over(self, num_pages: int) -> None:
+        """Take note that so many pages went out as they are and were not given to `encode`."""
+        self._choice.passed_over(num_pages)
+
     async def encode(self, page: memoryview, group: int) -> tuple[Codec, memoryview | bytes]:
         """Return how a page of a group goes out; one that does not shrink goes as it is."""
         numbers = self._numbers.of(group)

@@ -7,7 +7,8 @@ from aiohttp import web
 
 from prfaas.transport.coding import PageEncoder
 from prfaas.transport.flow import EgressBudget
-from prfaas.transport.outgoing import Item, OutgoingTransfer, PagePlace, Piece, SendingLane
+from prfaas.transport.outgoing import OutgoingTransfer
+from prfaas.transport.pieces import Item, PagePlace, Piece, SendingLane
 
 CHUNK_BYTES = 128 << 10
 """Frames are put together until they are so much: each chunk costs both ends a turn."""
@@ -34,7 +35,7 @@ async def send_frames(
                 if pieces is None:
                     return
                 if pieces:
-                    num_page_bytes = sum(len(piece.payload) for piece in pieces if piece.is_page)
+                    num_page_bytes = sum(piece.num_page_bytes for piece in pieces)
                     await _may_send(transfer, budget, num_page_bytes)
                     await _write(response, transfer, lane, pieces)
                     count_sent(num_page_bytes)
@@ -64,7 +65,7 @@ async def _pieces(
         if piece is None:
             return None
         pieces.append(piece)
-        num_bytes += len(piece.payload)
+        num_bytes += piece.num_page_bytes
         if transfer.codec != "raw":
             break  # the next one takes its time
     return pieces
@@ -89,7 +90,7 @@ async def _may_send(transfer: OutgoingTransfer, budget: EgressBudget, num_bytes:
 async def _write(
     response: web.StreamResponse, transfer: OutgoingTransfer, lane: SendingLane, pieces: list[Piece]
 ) -> None:
-    parts = [part for piece in pieces for part in (piece.header, piece.payload)]
+    parts = [part for piece in pieces for part in (piece.header, *piece.pages)]
     lane.is_blocked = True
     # A copy: the answer may hold it back, and a page may be let go by then.
     await response.write(b"".join(parts))

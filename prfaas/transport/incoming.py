@@ -25,7 +25,10 @@ class FrameConsumer(Protocol):
         ...
 
     def take(self, frame: Frame) -> None:
-        """Take a verified frame, in any order but its stream's; END and ERROR never come here."""
+        """Take a verified frame, in any order but its stream's; END and ERROR never come here.
+
+        Of PAGES each page comes as a PAGE.
+        """
         ...
 
     def ended(self, totals: TransferTotals) -> None:
@@ -84,6 +87,12 @@ class IncomingTransfer:
                 self.num_page_bytes += frame.header.length
                 self._digest += frame.tag
                 self.consumer.take(frame)
+            case FrameType.PAGES:
+                self._digest += frame.tag
+                for page in frame.pages:
+                    self.num_pages += 1
+                    self.num_page_bytes += page.header.length
+                    self.consumer.take(page)
             case FrameType.END:
                 self._take_end(lane, parse_totals(frame.payload))
             case FrameType.ERROR:

@@ -16,7 +16,8 @@ from prfaas.errors import BadRequest, Overloaded
 from prfaas.transport.fields import count_of, dump, name_of, number_of, parse_object
 from prfaas.transport.kv_numbers import KvNumbers
 from prfaas.transport.messages import CodecName, capability_of, codec_of
-from prfaas.transport.outgoing import OutgoingTransfer, PagePlace
+from prfaas.transport.outgoing import OutgoingTransfer
+from prfaas.transport.pieces import PagePlace
 from prfaas.transport.tcpinfo import TcpInfo
 
 MAX_BYTES = 4 << 30

@@ -7,84 +7,42 @@ memory; what a stream took is remembered by place too, so that what was lost wit
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from itertools import islice
 
 from prfaas.errors import ProtocolError, TransferError
 from prfaas.transport.attach import Attach
 from prfaas.transport.flow import CreditAccount
 from prfaas.transport.kv_numbers import KvNumbers
-from prfaas.transport.messages import CodecName, TransferTotals, encode_totals
+from prfaas.transport.messages import CodecName, encode_totals
+from prfaas.transport.pieces import (
+    Item,
+    Last,
+    PagePlace,
+    PageRun,
+    PageView,
+    Piece,
+    Sealed,
+    SendingLane,
+    SentTotals,
+    Urgent,
+    num_pages,
+)
 from prfaas.transport.seals import FrameSeal
 from prfaas.transport.wire import (
     MAX_PAYLOAD_BYTES,
+    MAX_RUN_BYTES,
+    MAX_RUN_PAGES,
     Codec,
     FrameHeader,
     FrameType,
     encode_frame,
     encode_header,
+    encode_run,
     tag_number,
 )
 
 ABSENCE_FRACTION = 0.25
 """Of the lease: an asker without any stream has this long to come back."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PagePlace:
-    """One page of one block, and how many tokens of the block it covers or counts in."""
-
-    group: int
-    index: int
-    """Of the page among those of its block."""
-    block: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Urgent:
-    """A frame that overtakes pages."""
-
-    type: FrameType
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Last:
-    """END, or ERROR: nothing follows it on its stream."""
-
-
-Item = PagePlace | Urgent | Last
-PageView = Callable[[PagePlace], memoryview]
-"""The exact bytes of a page whose KV is whole; valid until the transfer is closed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One frame to put on the wire."""
-
-    header: bytes
-    payload: memoryview | bytes = b""
-    is_page: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class SendingLane:
-    """One stream of a transfer, and what was put on it."""
-
-    stream: int
-    seal: FrameSeal
-    is_over: bool = False
-    """END or ERROR was taken for it."""
-    is_lost: bool = False
-    is_blocked: bool = False
-    """Its driver waits for the receiver to take what was sent."""
-    num_words: int = 1
-    """ATTACH frames that came over it."""
-    is_told: bool = False
-    """The receiver has said what of it arrived."""
-    items: list[Item] = field(default_factory=list)
-    sealed: list[tuple[int, int, int]] = field(default_factory=list)
-    """(bytes on the wire, bytes as decoded, tag) of each; zeros for what is no page."""
 
 
 class OutgoingTransfer:
@@ -115,9 +73,6 @@ class OutgoingTransfer:
         """None while it runs; then "completed" or what ended it."""
         self.on_news: set[Callable[[], None]] = set()
         self.on_end: set[Callable[[], None]] = set()
-        self.num_pages_sent = 0
-        self.num_page_bytes_sent = 0
-        """As they cross the link; what was lost and goes again counts once."""
         self._credit = CreditAccount(credit_bytes)
         self._page_view = page_view
         self._lanes: dict[int, SendingLane] = {}
@@ -126,14 +81,22 @@ class OutgoingTransfer:
         self._urgent: deque[Urgent] = deque()
         self._pages: deque[PagePlace] = deque()
         self._tokens_computed: int | None = None
-        self._num_answers = 0
-        """First tokens and logits sent."""
-        self._digest = 0
+        self._sent = SentTotals()
         self._epoch = 0
         self._num_unsealed = 0
         self._num_readers = 0
         self._error: str | None = None
         self._progress_s: float | None = None
+
+    @property
+    def num_pages_sent(self) -> int:
+        """What was lost and goes again counts once."""
+        return self._sent.num_pages
+
+    @property
+    def num_page_bytes_sent(self) -> int:
+        """Of those pages, as they cross the link."""
+        return self._sent.num_bytes
 
     # ------------------------------------------------------------ what is to be sent
 
@@ -249,17 +212,15 @@ class OutgoingTransfer:
         return num_frames == len(lane.sealed) if lane.is_told else num_frames <= len(lane.sealed)
 
     def _requeue(self, lane: SendingLane, num_frames: int) -> None:
-        for num_bytes, num_kv_bytes, tag in lane.sealed[num_frames:]:
-            if num_kv_bytes:
-                self.num_pages_sent -= 1
-                self.num_page_bytes_sent -= num_bytes
-                self._digest -= tag
-                self._credit.returned(num_kv_bytes)
-        self._num_answers -= _num_answers(lane.items[num_frames : len(lane.sealed)])
+        for sealed in lane.sealed[num_frames:]:
+            self._sent.add(sealed, -1)
+            self._credit.returned(sealed.num_kv_bytes)
         for item in reversed(lane.items[num_frames:]):
             match item:
                 case PagePlace():
                     self._pages.appendleft(item)
+                case PageRun():
+                    self._pages.extendleft(reversed(item.places))
                 case Urgent():
                     self._urgent.appendleft(item)
                 case Last():
@@ -300,6 +261,33 @@ class OutgoingTransfer:
         """Return the bytes of a page."""
         return self._page_view(place)
 
+    def take_run(self, lane: SendingLane, max_bytes: int) -> Piece | None:
+        """Take as many raw pages as are ready, at least two of at most `max_bytes`, and return their frame.
+
+        None if they are not next; `take` has what is.
+        """
+        has_ended = self._error is not None or self.outcome is not None
+        if len(self._pages) < 2 or self._urgent or has_ended or lane.is_over or lane.is_lost:
+            return None
+        places, views, num_bytes = [], [], 0
+        limit = min(max_bytes, MAX_RUN_BYTES, self._credit.free_bytes)
+        for place in islice(self._pages, MAX_RUN_PAGES):
+            view = self._page_view(place)
+            if num_bytes + len(view) > limit:
+                break
+            num_bytes += len(view)
+            places.append(place)
+            views.append(view)
+        if len(places) < 2 or not self._credit.try_spend(num_bytes):
+            return None
+        for _ in places:
+            self._pages.popleft()
+        header = encode_run(places, views, lane.seal)
+        lane.items.append(PageRun(places))
+        self._count(lane, Sealed(len(places), num_bytes, num_bytes, tag_number(header)))
+        self._tell_if_last()
+        return Piece(header, views, num_bytes)
+
     def seal(
         self,
         lane: SendingLane,
@@ -314,13 +302,16 @@ class OutgoingTransfer:
         if lane.is_lost:
             return None
         self._num_unsealed -= 1
-        if isinstance(item, PagePlace):
-            return self._seal_page(lane, item, codec, payload)
-        lane.sealed.append((0, 0, 0))
-        self._num_answers += _num_answers([item])
-        if isinstance(item, Urgent):
-            return Piece(encode_frame(item.type, item.payload, lane.seal))
-        return Piece(self._last_frame(lane))
+        match item:
+            case PagePlace():
+                return self._seal_page(lane, item, codec, payload)
+            case Urgent():
+                is_answer = item.type is not FrameType.PROGRESS
+                self._count(lane, Sealed(num_answers=int(is_answer)))
+                return Piece(encode_frame(item.type, item.payload, lane.seal))
+            case _:
+                self._count(lane, Sealed())
+                return Piece(self._last_frame(lane))
 
     def _seal_page(
         self,
@@ -339,25 +330,25 @@ class OutgoingTransfer:
             payload,
             lane.seal,
         )
-        num_bytes, tag = len(payload), tag_number(header)
-        lane.sealed.append((num_bytes, view.nbytes, tag))
-        self.num_pages_sent += 1
-        self.num_page_bytes_sent += num_bytes
-        self._digest += tag
+        self._count(lane, Sealed(1, len(payload), view.nbytes, tag_number(header)))
+        self._tell_if_last()
+        return Piece(header, (payload,), len(payload))
+
+    def _count(self, lane: SendingLane, sealed: Sealed) -> None:
+        lane.sealed.append(sealed)
+        self._sent.add(sealed)
+
+    def _tell_if_last(self) -> None:
+        """Let streams end that found nothing more to take, once the last page is in the totals."""
         if self._tokens_computed is not None and not (self._pages or self._num_unsealed):
-            self._tell(self.on_news)  # streams that found nothing more to take may end now
-        return Piece(header, payload, True)
+            self._tell(self.on_news)
 
     def _last_frame(self, lane: SendingLane) -> bytes:
         if self._error is not None:
             message = self._error.encode()[: MAX_PAYLOAD_BYTES[FrameType.ERROR]]
             return encode_frame(FrameType.ERROR, message, lane.seal)
-        totals = TransferTotals(
-            num_pages=self.num_pages_sent,
-            num_answers=self._num_answers,
-            num_page_bytes=self.num_page_bytes_sent,
+        totals = self._sent.totals(
             tokens_computed=self._tokens_computed or 0,
-            digest=self._digest % (1 << 64),
             epoch=self._epoch,
             num_words=lane.num_words,
         )
@@ -394,22 +385,15 @@ class OutgoingTransfer:
 
     def check(self) -> None:
         """Re-derive the counters; AssertionError names what is wrong."""
-        sealed = [entry for lane in self._lanes.values() for entry in lane.sealed if entry[1]]
-        assert self.num_pages_sent == len(sealed), "pages sent"
-        assert self.num_page_bytes_sent == sum(entry[0] for entry in sealed), "bytes sent"
-        assert self._digest == sum(entry[2] for entry in sealed), "digest"
-        answers = [_num_answers(lane.items[: len(lane.sealed)]) for lane in self._lanes.values()]
-        assert self._num_answers == sum(answers), "answers sent"
+        sealed = [entry for lane in self._lanes.values() for entry in lane.sealed]
+        assert self._sent == SentTotals.of(sealed), "totals"
+        sent = [item for lane in self._lanes.values() for item in lane.items[: len(lane.sealed)]]
+        assert self._sent.num_pages == sum(map(num_pages, sent)), "pages sent"
         unsealed = [len(lane.items) - len(lane.sealed) for lane in self._lanes.values()]
         assert self._num_unsealed == sum(unsealed), "unsealed"
         taken = [i for lane in self._lanes.values() for i in lane.items[len(lane.sealed) :]]
         num_taken = sum(self.view(i).nbytes for i in taken if isinstance(i, PagePlace))
-        num_spent = sum(entry[1] for entry in sealed) + num_taken
+        num_spent = sum(entry.num_kv_bytes for entry in sealed) + num_taken
         assert self._credit.in_flight_bytes == num_spent, "credit"
         for lane in self._lanes.values():
             assert sum(isinstance(item, Last) for item in lane.items) <= lane.num_words, "last"
-
-
-def _num_answers(items: list[Item]) -> int:
-    """Return how many of the items the end must wait for; progress may come late."""
-    return sum(isinstance(i, Urgent) and i.type is not FrameType.PROGRESS for i in items)

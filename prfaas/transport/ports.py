@@ -1,8 +1,7 @@
 """A stream's bytes in and out, over a bare socket or over an asyncio transport, which TLS needs.
 
-A bare socket receives straight into pool pages and sends from them. A transport decrypts straight
-into them; what it sends is encrypted from them. Whoever takes the bytes is told of them by calls, not
-by futures: a page costs no turn of the loop.
+A bare socket receives straight into pool pages, many at once, and sends from them. A transport decrypts into
+them and encrypts from them. Whoever takes the bytes is told by calls, not by futures: no page costs a turn of the loop.
 """
 
 import asyncio
@@ -18,15 +17,19 @@ READ_BYTES = 2 << 20
 AHEAD_BYTES = 64 << 10
 """Read past the end of a small page, to be copied to where it goes: cheaper than a call for each."""
 SMALL_BYTES = 16 << 10
-HEADER_AHEAD_BYTES = 64
-"""Read past the end of a large page: the next header."""
+HEADER_AHEAD_BYTES = 1152
+"""Read past the end of large pages: the next header, and the table of a run of pages."""
 
 
 class ByteSink(Protocol):
     """Who takes what comes in. Calls come from the loop."""
 
+    def buffers(self) -> Sequence[memoryview]:
+        """Return where the next bytes go, in order; never empty, none of them either."""
+        ...
+
     def buffer(self) -> memoryview:
-        """Return where the next bytes go; never empty."""
+        """Return the first of `buffers`."""
         ...
 
     def received(self, num_bytes: int) -> None:
@@ -143,13 +146,14 @@ class SocketPort:
     def _on_readable(self) -> None:
         budget = READ_BYTES
         while budget > 0 and self._sink is not None and not self._is_paused:
-            sink, target = self._sink, self._sink.buffer()
-            num_target = len(target)
+            sink, targets = self._sink, self._sink.buffers()
+            num_target = sum(map(len, targets))
             if num_target > HEADER_AHEAD_BYTES:
                 is_small = num_target <= SMALL_BYTES
                 self._ahead_bytes = AHEAD_BYTES if is_small else HEADER_AHEAD_BYTES
             try:
-                num_bytes = self.sock.recvmsg_into((target, self._ahead[: self._ahead_bytes]))[0]
+                ahead = self._ahead[: self._ahead_bytes]
+                num_bytes = self.sock.recvmsg_into((*targets, ahead))[0]
             except BlockingIOError:
                 return
             except OSError as error:

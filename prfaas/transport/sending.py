@@ -7,9 +7,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from prfaas.errors import ProtocolError, TransferError
 from prfaas.transport.attach import Attach, parse_attach
 from prfaas.transport.coding import PageEncoder
+from prfaas.transport.decoder import FrameDecoder
 from prfaas.transport.dialing import UPGRADE, tune
 from prfaas.transport.flow import EgressBudget
-from prfaas.transport.outgoing import OutgoingTransfer, PagePlace, Piece, SendingLane
+from prfaas.transport.outgoing import OutgoingTransfer
+from prfaas.transport.pieces import PagePlace, Piece, SendingLane
 from prfaas.transport.ports import SocketPort, StreamPort, TransportPort
 from prfaas.transport.seals import CHECKSUM, FrameSeal
 from prfaas.transport.tcpinfo import read_tcp_info, set_congestion, set_pacing_rate
@@ -17,7 +19,6 @@ from prfaas.transport.wire import (
     FROM_RECEIVER,
     DamagedFrame,
     Frame,
-    FrameDecoder,
     FrameType,
     encode_frame,
     refuse_pages,
@@ -25,6 +26,9 @@ from prfaas.transport.wire import (
 
 BATCH_BYTES = 256 << 10
 """Pages that are taken for a stream at once: what is taken goes over this stream and no other."""
+RUN_S = 0.01
+"""Over a stream that was found fast, pages go out in runs of what it carries in this time: a run that is
+lost goes again whole, and an urgent frame waits behind it."""
 BATCH_PIECES = 64
 TURN_BYTES = 1 << 20
 """A stream whose socket takes everything gives the loop to others this often."""
@@ -129,6 +133,8 @@ class SendingStream:
         self._turn_bytes = 0
         """Sent since others had their turn."""
         self._unsent_bytes = UNSENT_BYTES
+        self._run_bytes = 0
+        """Of a run of pages, at most; 0 as long as it is not known how fast the stream is."""
         self._looked_s = self._loop.time()
         self._find = find
         self._budget = budget
@@ -165,6 +171,10 @@ class SendingStream:
             self.port.interrupt()
 
     # ------------------------------------------------------------ what the asker says
+
+    def buffers(self) -> Sequence[memoryview]:
+        """See ByteSink."""
+        return self._decoder.buffers()
 
     def buffer(self) -> memoryview:
         """See ByteSink."""
@@ -241,6 +251,7 @@ class SendingStream:
             await self._put([encode_frame(FrameType.ERROR, str(error).encode(), self._seal)], None)
             return
         self._transfer, self._lane = transfer, lane
+        self._looked_s = self._loop.time()
         transfer.on_news.add(self._wake)
         try:
             with PageEncoder(transfer.codec, transfer.numbers) as encoder:
@@ -279,16 +290,18 @@ class SendingStream:
     async def _pieces(
         self, transfer: OutgoingTransfer, lane: SendingLane, encoder: PageEncoder
     ) -> list[Piece]:
-        """Return the frames that go next; one at a time where pages are encoded."""
+        """Return the frames that go next: a run, some pages, or one where pages are encoded."""
+        if encoder.is_raw and (run := transfer.take_run(lane, self._run_bytes)) is not None:
+            encoder.passed_over(len(run.pages))
+            return [run]
         pieces: list[Piece] = []
         num_bytes = 0
-        is_raw = transfer.codec == "raw"
         batch_bytes = min(BATCH_BYTES, self._unsent_bytes)
         while num_bytes < batch_bytes and len(pieces) < BATCH_PIECES:
             item = transfer.take(lane)
             if item is None:
                 break
-            if is_raw or not isinstance(item, PagePlace):
+            if transfer.codec == "raw" or not isinstance(item, PagePlace):
                 piece = transfer.seal(lane, item)
             else:
                 codec, payload = await encoder.encode(transfer.view(item), item.group)
@@ -296,8 +309,8 @@ class SendingStream:
             if piece is None:
                 raise _Gone
             pieces.append(piece)
-            num_bytes += len(piece.payload)
-            if not is_raw:
+            num_bytes += piece.num_page_bytes
+            if transfer.codec != "raw":
                 break
         return pieces
 
@@ -312,15 +325,15 @@ class SendingStream:
         num_page_bytes = 0
         for piece in pieces:
             buffers.append(piece.header)
-            if piece.is_page:
-                buffers.append(piece.payload)
-                num_page_bytes += len(piece.payload)
+            buffers.extend(piece.pages)
+            num_page_bytes += piece.num_page_bytes
         if num_page_bytes:
             await self._may_send(transfer, num_page_bytes)
         started_s = self._loop.time()
         await self._put(buffers, lane)
         now_s = self._loop.time()
         transfer.progressed(now_s)
+        self._look(now_s)
         if num_page_bytes:
             encoder.sent(num_page_bytes, now_s - started_s)
             self._count_sent(num_page_bytes)
@@ -329,17 +342,19 @@ class SendingStream:
             self._turn_bytes = 0
             await asyncio.sleep(0)
 
-    def _look(self) -> None:
-        """Let less wait in the kernel where the link is slow, more where it is fast."""
-        now_s = self._loop.time()
+    def _look(self, now_s: float) -> None:
+        """Let less wait in the kernel where the link is slow, and pages go in longer runs where it is fast."""
         if now_s - self._looked_s < LOOK_S or self._has_left():
             return
         self._looked_s = now_s
         info = read_tcp_info(self.port.sock)
         if info is not None:
-            wanted = round(UNSENT_S * info.delivery_rate_bytes_per_s)
-            self._unsent_bytes = max(MIN_UNSENT_BYTES, min(wanted, UNSENT_BYTES))
+            rate = info.delivery_rate_bytes_per_s
+            self._unsent_bytes = max(MIN_UNSENT_BYTES, min(round(UNSENT_S * rate), UNSENT_BYTES))
             set_unsent(self.port.sock, self._unsent_bytes)
+            if self._budget.rate_bytes_per_s is not None:
+                rate = min(rate, self._budget.rate_bytes_per_s)
+            self._run_bytes = round(RUN_S * rate)
 
     async def _may_send(self, transfer: OutgoingTransfer, num_bytes: int) -> None:
         """Return once the egress budget has room for the bytes."""
@@ -366,7 +381,7 @@ class SendingStream:
                 lane.is_blocked = True
             await self.port.writable()
             self._turn_bytes = 0
-            self._look()
+            self._look(self._loop.time())
             if lane is not None:
                 lane.is_blocked = False
             if self._has_left() or self._is_vain or (lane is not None and lane.is_lost):

@@ -37,6 +37,7 @@ from prfaas.transport.client import (
     STREAM_HEADER,
     STREAM_PATH,
 )
+from prfaas.transport.decoder import FrameDecoder
 from prfaas.transport.dialing import UPGRADE
 from prfaas.transport.expected import ATTACH_WAIT_S, ExpectedTransfers
 from prfaas.transport.fields import parse_object
@@ -57,7 +58,7 @@ from prfaas.transport.ports import StreamPort
 from prfaas.transport.seals import FrameSeal
 from prfaas.transport.sending import SendingStream, take_port
 from prfaas.transport.stream_seals import StreamSeals, stream_seals
-from prfaas.transport.wire import FrameDecoder, FrameType, refuse_pages
+from prfaas.transport.wire import FrameType, refuse_pages
 
 
 class TransferService(Protocol):

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Protocol
 from prfaas.errors import ProtocolError, TransferError
 from prfaas.transport.attach import Attach, encode_attach
 from prfaas.transport.coding import PageDecoder
+from prfaas.transport.decoder import FrameDecoder
 from prfaas.transport.kv_numbers import KvNumbers
 from prfaas.transport.seals import CHECKSUM, FrameSeal
 from prfaas.transport.wire import (
     FROM_SENDER,
     Codec,
     Frame,
-    FrameDecoder,
     FrameType,
     Resolve,
     encode_frame,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from prfaas.transport.ports import StreamPort
 
@@ -63,7 +63,7 @@ class RawStream:
         self._decoder: FrameDecoder | None = None
         self._pages: PageDecoder | None = None
         self._is_decoding = False
-        self._nothing = memoryview(bytearray(1))
+        self._nothing = (memoryview(bytearray(1)),)
         if rest:
             self._break(ProtocolError("the peer sent frames before any transfer was attached"))
         else:
@@ -148,7 +148,11 @@ class RawStream:
 
     def buffer(self) -> memoryview:
         """See ByteSink."""
-        return self._nothing if self._decoder is None else self._decoder.buffer()
+        return self.buffers()[0]
+
+    def buffers(self) -> Sequence[memoryview]:
+        """See ByteSink."""
+        return self._nothing if self._decoder is None else self._decoder.buffers()
 
     def received(self, num_bytes: int) -> None:
         """See ByteSink."""

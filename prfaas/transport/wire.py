@@ -1,4 +1,4 @@
-"""The frames of the KV channel: any bytes give frames or ProtocolError, in bounded memory.
+"""The format of the KV channel's frames; decoder.py turns bytes into them. No I/O happens here.
 
 A frame is a little-endian header, a tag and `length` bytes of payload:
 
@@ -9,16 +9,19 @@ A frame is a little-endian header, a tag and `length` bytes of payload:
 found before a single byte of its payload lands anywhere. The tag is what the stream's seal makes of
 the same 20 bytes and the payload: a checksum of 8 bytes, or a MAC of 16 (see seals).
 
-No I/O happens here: a driver asks where the next bytes go (`buffer`), puts them there, says how many
-came (`received`) and gets at most one frame. The payload of a PAGE goes straight into the pool page
-that `resolve` names.
+A PAGE is one page. PAGES are a run of raw ones: `index` says how many, and before them the payload has
+a table with its own check, again before any byte of a page lands:
+
+    (group u16 | index u16 | block u32 | num_tokens u32 | length u32) of each | table_check u32
+
+What one frame costs Python, each end pays once for all pages of a run.
 """
 
-import hmac
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 import xxhash
 
@@ -28,10 +31,15 @@ from prfaas.transport.seals import CHECKSUM, CHECKSUM_BYTES, FrameSeal
 UNTAGGED_BYTES = 24
 HEADER_BYTES = UNTAGGED_BYTES + CHECKSUM_BYTES
 """Of a header and its tag where that is a checksum."""
-SCRATCH_BYTES = 64 << 10
+MAX_RUN_PAGES = 64
+MAX_RUN_BYTES = 1 << 20
+"""Of the pages of one run; a larger page goes alone."""
 
 _FIELDS = struct.Struct("<BBHHHIII")
-_HEADER_CHECK = struct.Struct("<I")
+FIELDS_BYTES = _FIELDS.size
+"""Of a header, without its check."""
+_CHECK = struct.Struct("<I")
+_SPAN = struct.Struct("<HHIII")
 _PROGRESS = struct.Struct("<QQ")
 
 
@@ -46,6 +54,7 @@ class FrameType(IntEnum):
     ERROR = 6
     ACK = 7
     ATTACH = 8
+    PAGES = 9
 
 
 class Codec(IntEnum):
@@ -72,6 +81,7 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.ERROR: 4096,
     FrameType.ACK: 0,
     FrameType.ATTACH: 64 << 10,
+    FrameType.PAGES: MAX_RUN_PAGES * _SPAN.size + _CHECK.size + MAX_RUN_BYTES,
 }
 """Bounds that hold before anything is allocated; a PAGE is bounded by its page."""
 
@@ -87,7 +97,7 @@ class FrameHeader:
     codec: Codec = Codec.RAW
     group: int = 0
     index: int = 0
-    """Of the page among those of its block."""
+    """Of the page among those of its block; of PAGES, how many."""
     block: int = 0
     num_tokens: int = 0
     """Of the block, up to where the page is exact: block_tokens, or fewer for the last one."""
@@ -96,7 +106,7 @@ class FrameHeader:
 
 @dataclass(slots=True)
 class Frame:
-    """One verified frame. The payload of a PAGE is not here: it lies in its page.
+    """One verified frame. The payload of a PAGE is not here: it lies in its page, that of PAGES in theirs.
 
     Unless it is encoded: then it is here, and `target` is where the driver must put what it decodes to.
     """
@@ -109,6 +119,8 @@ class Frame:
     was redelivered, dropped."""
     tag: int = 0
     """The first 8 bytes of the checksum or MAC that it came with."""
+    pages: Sequence["Frame"] = ()
+    """Of PAGES: each as a PAGE of its own, without a tag."""
 
 
 class DamagedFrame(ProtocolError):
@@ -130,20 +142,100 @@ def refuse_pages(header: FrameHeader) -> memoryview | None:
 def encode_header(
     header: FrameHeader, payload: bytes | memoryview = b"", seal: FrameSeal = CHECKSUM
 ) -> bytes:
-    """Return what goes before `payload`; `header.length` is taken from the payload."""
-    fields = _FIELDS.pack(
-        header.type,
-        header.codec,
-        header.group,
-        header.index,
-        0,
-        header.block,
-        header.num_tokens,
-        len(payload),
-    )
+    """Return what goes before `payload`: header and tag; `header.length` is taken from the payload."""
+    fields = _fields(header, len(payload))
     digest = seal.begin(fields)
     digest.update(payload)
-    return fields + _HEADER_CHECK.pack(_header_check(fields)) + digest.finish()
+    return fields + _CHECK.pack(_check(fields)) + digest.finish()
+
+
+class PageSpan(Protocol):
+    """What a header says of a page, and a place of one: see FrameHeader."""
+
+    @property
+    def group(self) -> int: ...  # noqa: D102
+
+    @property
+    def index(self) -> int: ...  # noqa: D102
+
+    @property
+    def block(self) -> int: ...  # noqa: D102
+
+    @property
+    def num_tokens(self) -> int: ...  # noqa: D102
+
+
+def encode_run(
+    pages: Sequence[PageSpan], payloads: Sequence[memoryview], seal: FrameSeal = CHECKSUM
+) -> bytes:
+    """Return what goes before the payloads of so many raw pages: header, tag and table of a PAGES frame.
+
+    Each page's length is taken from its payload.
+    """
+    num_bytes = sum(map(len, payloads))
+    if not 0 < len(pages) <= MAX_RUN_PAGES or num_bytes > MAX_RUN_BYTES:
+        raise ValueError(f"a run of {len(pages)} pages of {num_bytes} bytes")
+    spans = b"".join(
+        [
+            _SPAN.pack(page.group, page.index, page.block, page.num_tokens, len(payload))
+            for page, payload in zip(pages, payloads, strict=True)
+        ]
+    )
+    table = spans + _CHECK.pack(_check(spans))
+    fields = _fields(FrameHeader(FrameType.PAGES, index=len(pages)), len(table) + num_bytes)
+    digest = seal.begin(fields)
+    digest.update(table)
+    for payload in payloads:
+        digest.update(payload)
+    return fields + _CHECK.pack(_check(fields)) + digest.finish() + table
+
+
+def decode_fields(head: bytes | bytearray) -> FrameHeader:
+    """Return the header whose fields and check are at the start of `head`.
+
+    Raises DamagedFrame if its check does not fit, ProtocolError for a type or codec that there is not.
+    """
+    (check,) = _CHECK.unpack_from(head, _FIELDS.size)
+    if check != _check(bytes(head[: _FIELDS.size])):
+        raise DamagedFrame("header checksum mismatch")
+    kind, codec, group, index, zero, block, num_tokens, length = _FIELDS.unpack_from(head)
+    if zero:
+        raise ProtocolError("reserved header bits are set")
+    try:
+        return FrameHeader(FrameType(kind), Codec(codec), group, index, block, num_tokens, length)
+    except ValueError as error:
+        raise ProtocolError(f"frame of unknown type {kind} or codec {codec}") from error
+
+
+def table_bytes(header: FrameHeader) -> int:
+    """Return how long the table of a PAGES frame is; ProtocolError if that is out of bounds."""
+    num_bytes = header.index * _SPAN.size + _CHECK.size
+    if not 0 < header.index <= MAX_RUN_PAGES or header.length <= num_bytes:
+        raise ProtocolError(f"run of {header.index} pages in {header.length} bytes")
+    return num_bytes
+
+
+def decode_table(table: bytearray, header: FrameHeader) -> list[FrameHeader]:
+    """Return what the table of a PAGES frame says of each page; none comes twice, none is empty.
+
+    Raises DamagedFrame if its check does not fit, ProtocolError if its pages do not.
+    """
+    spans = memoryview(table)[: -_CHECK.size]
+    (check,) = _CHECK.unpack_from(table, len(spans))
+    if check != _check(spans):
+        raise DamagedFrame("checksum mismatch in the table of a run")
+    pages = [
+        FrameHeader(FrameType.PAGE, Codec.RAW, *span)  # the rest of its fields, in their order
+        for span in _SPAN.iter_unpack(spans)
+    ]
+    num_bytes = sum([page.length for page in pages])
+    if num_bytes != header.length - len(table) or num_bytes > MAX_RUN_BYTES:
+        raise ProtocolError(f"run of {num_bytes} bytes in a frame of {header.length}")
+    if not all(page.length and page.num_tokens for page in pages):
+        raise ProtocolError("empty page in a run")
+    if len({(page.group, page.index, page.block) for page in pages}) < len(pages):
+        raise ProtocolError("a run brings a page twice")
+    return pages
 
 
 def tag_number(header: bytes) -> int:
@@ -151,12 +243,25 @@ def tag_number(header: bytes) -> int:
     return int.from_bytes(header[UNTAGGED_BYTES : UNTAGGED_BYTES + 8], "little")
 
 
-def _header_check(fields: bytes) -> int:
+def _fields(header: FrameHeader, length: int) -> bytes:
+    return _FIELDS.pack(
+        header.type,
+        header.codec,
+        header.group,
+        header.index,
+        0,
+        header.block,
+        header.num_tokens,
+        length,
+    )
+
+
+def _check(fields: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(fields) & 0xFFFFFFFF
 
 
 def encode_frame(frame_type: FrameType, payload: bytes = b"", seal: FrameSeal = CHECKSUM) -> bytes:
-    """Return a whole frame of any type but PAGE."""
+    """Return a whole frame of any type but PAGE and PAGES."""
     return encode_header(FrameHeader(type=frame_type), payload, seal) + payload
 
 
@@ -171,168 +276,3 @@ def decode_progress(payload: bytes) -> tuple[int, int]:
         raise ProtocolError(f"progress of {len(payload)} bytes, expected {_PROGRESS.size}")
     tokens_done, tokens_ahead = _PROGRESS.unpack(payload)
     return tokens_done, tokens_ahead
-
-
-class FrameDecoder:
-    """Turns bytes into verified frames, one at a time, without a copy of any page.
-
-    After a ProtocolError the decoder is closed: the position of the next frame is unknown.
-    """
-
-    def __init__(
-        self,
-        *,
-        allowed: frozenset[FrameType],
-        resolve: Resolve,
-        seal: FrameSeal = CHECKSUM,
-        codecs: frozenset[Codec] = frozenset({Codec.RAW}),
-    ) -> None:
-        self._allowed = allowed
-        self._codecs = codecs
-        self._resolve = resolve
-        self._seal = seal
-        self._head = bytearray(UNTAGGED_BYTES + seal.tag_bytes)
-        self._scratch = bytearray()
-        self._error: ProtocolError | None = None
-        self._header: FrameHeader | None = None
-        self._target: memoryview | None = None
-        self._page: memoryview | None = None
-        """Of an encoded PAGE, which is received beside it."""
-        self._filled = 0
-
-    def buffer(self) -> memoryview:
-        """Return where the next bytes go: never empty, never past the end of this frame's part."""
-        if self._error is not None:
-            raise self._error
-        if self._header is None:
-            return memoryview(self._head)[self._filled :]
-        if self._target is not None:
-            return self._target[self._filled :]
-        return memoryview(self._scratch)[: self._header.length - self._filled]
-
-    def received(self, num_bytes: int) -> Frame | None:
-        """Take note that `num_bytes` (at least 1) were put into `buffer()`; return a whole frame."""
-        if self._error is not None:
-            raise self._error
-        assert 0 < num_bytes <= len(self.buffer())
-        try:
-            return self._advance(num_bytes)
-        except ProtocolError as error:
-            self._target = None
-            self._error = error
-            raise
-
-    def refuse_pages(self) -> bool:
-        """Refuse every page from now on; False if one is half here, in the place that was named for it."""
-        self._resolve = refuse_pages
-        header = self._header
-        return header is None or header.type is not FrameType.PAGE or self._target is None
-
-    def ended(self) -> None:
-        """Take note of the end of the stream; raise ProtocolError if it cuts a frame."""
-        if self._error is not None:
-            raise self._error
-        if self._header is not None or self._filled:
-            raise DamagedFrame("the stream ended inside a frame")
-
-    def _await_header(self) -> None:
-        self._header = None
-        self._target = None
-        self._page = None
-        self._filled = 0
-
-    def _advance(self, num_bytes: int) -> Frame | None:
-        header = self._header
-        if header is None:
-            self._filled += num_bytes
-            if self._filled < len(self._head):
-                return None
-            header = self._parse_header()
-            self._begin_payload(header)
-        else:
-            if self._target is None:
-                self._digest.update(memoryview(self._scratch)[:num_bytes])
-            self._filled += num_bytes
-        if self._filled < header.length:
-            return None
-        return self._finish(header)
-
-    def _parse_header(self) -> FrameHeader:
-        fields = bytes(self._head[: _FIELDS.size])
-        (header_check,) = _HEADER_CHECK.unpack_from(self._head, _FIELDS.size)
-        if header_check != _header_check(fields):
-            raise DamagedFrame("header checksum mismatch")
-        self._digest = self._seal.begin(fields)
-        self._tag = bytes(self._head[UNTAGGED_BYTES:])
-        kind, codec, group, index, zero, block, num_tokens, length = _FIELDS.unpack(fields)
-        try:
-            header = FrameHeader(
-                type=FrameType(kind),
-                codec=Codec(codec),
-                group=group,
-                index=index,
-                block=block,
-                num_tokens=num_tokens,
-                length=length,
-            )
-        except ValueError as error:
-            raise ProtocolError(f"frame of unknown type {kind} or codec {codec}") from error
-        self._check_header(header, zero)
-        return header
-
-    def _check_header(self, header: FrameHeader, zero: int) -> None:
-        if header.type not in self._allowed:
-            raise ProtocolError(f"unexpected {header.type.name} frame")
-        if zero:
-            raise ProtocolError("reserved header bits are set")
-        if header.type is FrameType.PAGE:
-            if not header.length or not header.num_tokens:
-                raise ProtocolError("empty PAGE frame")
-            if header.codec not in self._codecs:
-                raise ProtocolError(f"page in codec {header.codec.name}, which was not agreed on")
-            return
-        if header.codec or header.group or header.index or header.block or header.num_tokens:
-            raise ProtocolError(f"{header.type.name} frame with a page's span")
-        limit = MAX_PAYLOAD_BYTES[header.type]
-        if header.length > limit:
-            raise ProtocolError(
-                f"{header.type.name} frame of {header.length} bytes, limit {limit} bytes"
-            )
-
-    def _begin_payload(self, header: FrameHeader) -> None:
-        self._filled = 0
-        self._header = header
-        if header.type is not FrameType.PAGE:
-            self._target = memoryview(bytearray(header.length))
-            return
-        target = self._resolve(header)
-        if target is None:
-            if not self._scratch:
-                self._scratch = bytearray(SCRATCH_BYTES)
-            return
-        if header.codec is not Codec.RAW and header.length < target.nbytes:
-            self._page = target.cast("B")
-            self._target = memoryview(bytearray(header.length))
-            return
-        if header.codec is not Codec.RAW or target.nbytes != header.length:
-            raise ProtocolError(f"page of {header.length} bytes, expected {target.nbytes} bytes")
-        self._target = target.cast("B")
-
-    def _finish(self, header: FrameHeader) -> Frame:
-        target = self._target
-        if target is not None:
-            self._digest.update(target)
-        if not hmac.compare_digest(self._digest.finish(), self._tag):
-            raise DamagedFrame(f"{header.type.name} frame checksum or MAC mismatch")
-        is_page = header.type is FrameType.PAGE
-        page = self._page
-        is_here = target is not None and (page is not None or not is_page)
-        payload = bytes(target) if is_here and target is not None else b""
-        self._await_header()
-        return Frame(
-            header=header,
-            payload=payload,
-            target=page,
-            is_placed=is_page and target is not None,
-            tag=int.from_bytes(self._tag[:8], "little"),
-        )

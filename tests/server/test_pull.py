@@ -11,7 +11,7 @@ from prfaas.cache.prefix import PrefixCache
 from prfaas.errors import ProtocolError
 from prfaas.server.places import places_to_send
 from prfaas.server.pull import Pull
-from prfaas.transport.outgoing import PagePlace
+from prfaas.transport.pieces import PagePlace
 from prfaas.transport.wire import Frame, FrameHeader, FrameType
 from tests.server.fleet import make_cache, prompt
 from tests.server.scripted_engine import BLOCK_TOKENS, DENSE, HYBRID, STATES, page_bytes

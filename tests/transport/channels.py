@@ -21,7 +21,8 @@ from prfaas.transport.messages import (
     TransferTotals,
 )
 from prfaas.transport.options import TransportOptions
-from prfaas.transport.outgoing import OutgoingTransfer, PagePlace
+from prfaas.transport.outgoing import OutgoingTransfer
+from prfaas.transport.pieces import PagePlace
 from prfaas.transport.ports import SLICE_BYTES
 from prfaas.transport.pulling import Pulling
 from prfaas.transport.security import ChannelSecurity

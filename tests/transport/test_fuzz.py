@@ -22,6 +22,7 @@ from prfaas.transport.attach import Attach, encode_attach, parse_attach
 from prfaas.transport.auth import Hello, encode_hello, parse_hello
 from prfaas.transport.client import ATTACH_HEADER, FRAMES_PATH, STREAM_PATH, PeerClient
 from prfaas.transport.codec import decode_page
+from prfaas.transport.decoder import FrameDecoder
 from prfaas.transport.dialing import connect, upgrade
 from prfaas.transport.fields import dump
 from prfaas.transport.handshake import parse_identity
@@ -52,7 +53,6 @@ from prfaas.transport.sending import SWITCHING
 from prfaas.transport.wire import (
     FROM_SENDER,
     Codec,
-    FrameDecoder,
     FrameHeader,
     FrameType,
     encode_frame,

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from prfaas.errors import ProtocolError
 from prfaas.transport.codec import LOSSLESS, encode_page
 from prfaas.transport.coding import CODECS, INLINE_BYTES, PageDecoder, PageEncoder, may_lose
+from prfaas.transport.decoder import FrameDecoder
 from prfaas.transport.kv_numbers import KvNumbers
 from prfaas.transport.messages import CODEC_NAMES
 from prfaas.transport.wire import (
     FROM_SENDER,
     Codec,
     Frame,
-    FrameDecoder,
     FrameHeader,
     FrameType,
     encode_header,

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from prfaas.transport.attach import Attach, encode_attach, parse_attach
 from prfaas.transport.incoming import IncomingTransfer
-from prfaas.transport.outgoing import Item, OutgoingTransfer, PagePlace, Piece, SendingLane
+from prfaas.transport.outgoing import OutgoingTransfer
+from prfaas.transport.pieces import Item, PagePlace, Piece, SendingLane
 from prfaas.transport.seals import CHECKSUM
 from prfaas.transport.wire import FrameType
 from tests.transport.channels import Pages

@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 
 from prfaas.errors import ProtocolError
 from prfaas.transport.attach import Attach
+from prfaas.transport.decoder import FrameDecoder
 from prfaas.transport.incoming import IncomingTransfer
 from prfaas.transport.messages import parse_totals
-from prfaas.transport.outgoing import OutgoingTransfer, PagePlace, Piece, SendingLane
+from prfaas.transport.outgoing import OutgoingTransfer
+from prfaas.transport.pieces import PagePlace, Piece, SendingLane
 from prfaas.transport.seals import CHECKSUM
 from prfaas.transport.wire import (
     FROM_SENDER,
     Frame,
-    FrameDecoder,
     FrameType,
     encode_progress,
 )
@@ -51,7 +52,7 @@ def place(block: int) -> PagePlace:
 def decode(piece: Piece, pages: Pages | None = None) -> Frame:
     pages = pages or Pages(PAGE_BYTES)
     decoder = FrameDecoder(allowed=FROM_SENDER, resolve=pages.resolve)
-    data = piece.header + bytes(piece.payload)
+    data = b"".join((piece.header, *piece.pages))
     while True:
         target = decoder.buffer()
         target[:], data = data[: len(target)], data[len(target) :]
@@ -81,7 +82,7 @@ def test_urgent_frames_overtake_pages_and_the_end_comes_last():
     transfer.put_page(place(1))
     first = next_piece(transfer, lane)
     assert first is not None
-    assert first.is_page
+    assert first.num_page_bytes == PAGE_BYTES
     transfer.finish(tokens_computed=7)
     transfer.put_urgent(FrameType.PROGRESS, encode_progress(3, 0))
     frames = take_all(transfer, lane)
@@ -316,4 +317,4 @@ def test_a_damaged_piece_would_be_noticed():
     piece = next_piece(transfer, lane)
     assert piece is not None
     with pytest.raises(ProtocolError):
-        decode(Piece(header=piece.header, payload=bytes(len(piece.payload))))
+        decode(Piece(header=piece.header, pages=[bytes(PAGE_BYTES)]))

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from prfaas.errors import ProtocolError
 from prfaas.transport.cluster_key import ClusterKey
+from prfaas.transport.decoder import FrameDecoder
 from prfaas.transport.seals import MAC_BYTES, FrameSeal, MacSeal, NumberedChecksumSeal
 from prfaas.transport.wire import (
     FROM_SENDER,
     UNTAGGED_BYTES,
     DamagedFrame,
-    FrameDecoder,
     FrameType,
     encode_frame,
     refuse_pages,

@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.errors import ProtocolError
+from prfaas.transport.decoder import SCRATCH_BYTES, FrameDecoder
 from prfaas.transport.wire import (
     FROM_RECEIVER,
     FROM_SENDER,
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
-    SCRATCH_BYTES,
     Frame,
-    FrameDecoder,
     FrameHeader,
     FrameType,
     decode_progress,
