@@ -33,6 +33,8 @@ class Failure:
     at_s: float
     for_s: float
     instances: int
+    cluster: int = 0
+    """Of PrfaaS instances: which, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +81,13 @@ class SimulationOptions:
 def read_simulation(table: Table) -> SimulationOptions:
     """Return the options. Raises ConfigError for an unknown key or a value out of bounds."""
     own = SimulationOptions()
+    clusters = table.integer("clusters", minimum=1, maximum=MAX_CLUSTERS, default=own.clusters)
     options = SimulationOptions(
         ttft_slo_s=_seconds(table, "ttft_slo_s", own.ttft_slo_s),
         max_egress_fraction=table.number(
             "max_egress_fraction", above=0, maximum=1, default=own.max_egress_fraction
         ),
-        clusters=table.integer("clusters", minimum=1, maximum=MAX_CLUSTERS, default=own.clusters),
+        clusters=clusters,
         pieces=table.integer("pieces", minimum=1, maximum=1024, default=own.pieces),
         streams=table.integer("streams", minimum=1, maximum=1024, default=own.streams),
         jitter_s=table.number("jitter_s", minimum=0, maximum=60, default=own.jitter_s),
@@ -98,7 +101,7 @@ def read_simulation(table: Table) -> SimulationOptions:
         ),
         link=tuple(_change(part) for part in table.tables("link")) if "link" in table else (),
         failures=(
-            tuple(_failure(part) for part in table.tables("failures"))
+            tuple(_failure(part, clusters) for part in table.tables("failures"))
             if "failures" in table
             else ()
         ),
@@ -148,12 +151,16 @@ def _change(table: Table) -> LinkChange:
     return change
 
 
-def _failure(table: Table) -> Failure:
+def _failure(table: Table, clusters: int) -> Failure:
+    role = cast("Role", table.choice("role", get_args(Role)))
+    if role != "prfaas" and "cluster" in table:
+        raise table.error("cluster", f"only of PrfaaS instances there are several, not of {role}")
     failure = Failure(
-        role=cast("Role", table.choice("role", get_args(Role))),
+        role=role,
         at_s=table.number("at_s", minimum=0, maximum=MAX_SECONDS),
         for_s=table.number("for_s", above=0, maximum=MAX_SECONDS),
         instances=table.integer("instances", minimum=1, maximum=MAX_INSTANCES),
+        cluster=table.integer("cluster", minimum=0, maximum=clusters - 1, default=0),
     )
     table.finish()
     return failure

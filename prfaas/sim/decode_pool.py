@@ -64,9 +64,7 @@ class DecodePool:
         self._queue = [(0, index) for index in range(num_instances)]
         self._queued = set(self._queue)
         self._drained: dict[int, Callable[[], object]] = {}
-        self._homeless: list[
-            tuple[int, Callable[[], object], LostSequence, OnPlace | None]
-        ] = []
+        self._homeless: list[tuple[int, Callable[[], object], LostSequence, OnPlace | None]] = []
 
     @property
     def num_up(self) -> int:

@@ -12,6 +12,8 @@ from prfaas.scheduler.policies import PolicyReason
 class Journey:
     """A request between its arrival and its last token."""
 
+    number: int
+    """In the order of arrival."""
     request: TraceRequest
     arrived_s: float
     tokens_left: int
@@ -20,6 +22,8 @@ class Journey:
     """To prefill: the prompt, and after a loss the answer's tokens so far."""
     prompt: Prompt
     ttft_s: float | None = None
+    kept_tokens: int = 0
+    """Of the prompt's local hit, those that a transfer brought before it was given up."""
     is_remote: bool = False
     """Where its first prefill went."""
     predicted_ttft_s: float = 0.0
@@ -41,7 +45,9 @@ class Tally:
     """Requests in the system as each one arrived, itself among them."""
     num_remote: int = 0
     num_fallbacks: int = 0
-    """Remote prefills that were given up for a stalled link."""
+    """Remote prefills that were given up for a stalled or slow link."""
+    num_remote_sent: int = 0
+    """Remote prefills, those that were begun again among them."""
     num_lost: int = 0
     """Prefills and sequences that went with their instance, and were done again."""
     hit_tokens: int = 0

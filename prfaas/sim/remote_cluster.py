@@ -6,28 +6,76 @@ from functools import partial
 
 from prfaas.config.simulation_table import SimulationOptions
 from prfaas.scheduler.forecast import LinkView, PrefillView, RemoteView
+from prfaas.scheduler.monitor import Verdict
 from prfaas.scheduler.profile import Link
+from prfaas.scheduler.router import Outcome
+from prfaas.sim.breakers import Sent
 from prfaas.sim.events import Events
-from prfaas.sim.kv_link import KvLink, Transfer
+from prfaas.sim.kv_link import KvLink
 from prfaas.sim.prefix_lru import PrefixLru
 from prfaas.sim.station import Job, Station
+from prfaas.sim.transfer import Transfer
+
+OnEnded = Callable[[Outcome], object]
+"""Called once, with what became of a remote prefill."""
 
 
 class RemotePrefill:
     """One prefill there and its transfer, until it arrived or was given up."""
 
-    def __init__(self, station: Station, transfer: Transfer, on_lost: Callable[[], object]) -> None:
-        self._station = station
-        self._on_lost = on_lost
-        self.transfer = transfer
+    def __init__(
+        self,
+        cluster: "RemoteCluster",
+        *,
+        index: int,
+        sent: Sent,
+        service_s: float,
+        num_bytes: float,
+        num_tokens: int,
+        local_estimate_s: float,
+        on_ended: OnEnded,
+    ) -> None:
+        self.index = index
+        """Of the cluster."""
+        self.sent = sent
+        self._station = cluster.station
+        self._service_s = service_s
+        self._on_ended = on_ended
+        self.transfer = cluster.transfer(
+            num_bytes=num_bytes,
+            num_tokens=num_tokens,
+            local_estimate_s=local_estimate_s,
+            on_arrived=self._arrived,
+            on_given_up=self._given_up,
+        )
         self.job: Job | None = None
+        """None while the request is on its way."""
+        self.computed_s: float | None = None
+
+    def begin(self) -> None:
+        """Reach the cluster, and queue there."""
+        self.job = self._station.submit(self._service_s, self._computed, self._started, self.lose)
 
     def lose(self) -> None:
         """Give it up because its instance is gone, and say so."""
-        self.give_up()
-        self._on_lost()
+        self._leave()
+        self._on_ended("transfer_failed")
 
-    def give_up(self) -> None:
+    def _started(self) -> None:
+        self.transfer.begin(self._service_s)
+
+    def _computed(self) -> None:
+        self.computed_s = self._station.now_s
+        self.transfer.finish()
+
+    def _arrived(self) -> None:
+        self._on_ended("completed")
+
+    def _given_up(self, verdict: Verdict) -> None:
+        self._leave()
+        self._on_ended("peer_stuck" if verdict == "stuck" else "slower_than_local")
+
+    def _leave(self) -> None:
         """Take it out of queue, service and link."""
         self.transfer.give_up()
         if self.job is not None:
@@ -80,34 +128,27 @@ class RemoteCluster:
         """Return whether no report is under way, nor needed."""
         return not self._is_reporting
 
-    def prefill(
+    def transfer(
         self,
         *,
-        service_s: float,
         num_bytes: float,
+        num_tokens: int,
+        local_estimate_s: float,
         on_arrived: Callable[[], object],
-        on_stalled: Callable[[RemotePrefill], object],
-        on_lost: Callable[[], object],
-    ) -> RemotePrefill:
-        """Begin a prefill; one of the three is called in the end, `on_arrived` with all KVCache here."""
-
-        def stalled() -> None:
-            on_stalled(prefill)
-
-        transfer = Transfer(
+        on_given_up: Callable[[Verdict], object],
+    ) -> Transfer:
+        """Return a transfer over the cluster's link, not begun."""
+        return Transfer(
             self._events,
             self.link,
             num_bytes=num_bytes,
+            num_tokens=num_tokens,
             pieces=self._options.pieces,
             stall_timeout_s=self._options.stall_timeout_s,
+            local_estimate_s=local_estimate_s,
             on_arrived=on_arrived,
-            on_stalled=stalled,
+            on_given_up=on_given_up,
         )
-        prefill = RemotePrefill(self.station, transfer, on_lost)
-        prefill.job = self.station.submit(
-            service_s, transfer.finish, partial(transfer.begin, service_s), prefill.lose
-        )
-        return prefill
 
     def changed(self) -> None:
         """Report in a while: work or instances have come, or are on their way."""
@@ -149,3 +190,29 @@ def view_of(station: Station, now_s: float) -> PrefillView:
 def refreshed(view: RemoteView, now_s: float) -> RemoteView:
     """Return the view of a cluster at rest, as if it had just been taken."""
     return replace(view, prefill=replace(view.prefill, taken_s=now_s))
+
+
+def remote_clusters(
+    events: Events,
+    *,
+    num_instances: int,
+    link: Link | None,
+    options: SimulationOptions,
+    on_report: Callable[[int, RemoteView], object],
+) -> list[RemoteCluster]:
+    """Return the clusters that so many instances and the link are divided between, as even as can be."""
+    num_clusters = min(options.clusters, num_instances)
+    if not num_clusters:
+        return []
+    assert link is not None, "a PrfaaS cluster without a link"
+    return [
+        RemoteCluster(
+            events,
+            name=f"prfaas-{index}",
+            num_instances=num_instances // num_clusters + (index < num_instances % num_clusters),
+            link=replace(link, bytes_per_s=link.bytes_per_s / num_clusters),
+            options=options,
+            on_report=partial(on_report, index),
+        )
+        for index in range(num_clusters)
+    ]

@@ -43,6 +43,11 @@ class Station:
         self.num_withdrawn = 0
 
     @property
+    def now_s(self) -> float:
+        """Return the virtual time."""
+        return self._events.now_s
+
+    @property
     def num_servers(self) -> int:
         """Return the servers that take jobs; ones that are to go may still be at one."""
         return self._num_servers
