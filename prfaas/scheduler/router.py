@@ -4,8 +4,9 @@
 from that moment on, and what became of it changes what the next decision sees.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Literal, assert_never, get_args
 
 from prfaas.scheduler.monitor import TransferRates
@@ -64,15 +65,16 @@ class RouteRequest:
     """Leading tokens whose KV is here."""
     num_kv_bytes: int
     """KV that a remote prefill would bring."""
-    peer_hit_tokens: int = 0
-    """Leading tokens that the peer is known to have."""
+    peer_hit_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Leading tokens that peers are known to have, by their names; 0 of those that are left out."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for counts that no prompt has."""
         if not 0 <= self.hit_tokens <= self.num_tokens:
             raise ValueError(f"a hit of {self.hit_tokens} of {self.num_tokens} tokens")
-        if not 0 <= self.peer_hit_tokens <= self.num_tokens:
-            raise ValueError(f"a peer's hit of {self.peer_hit_tokens} of {self.num_tokens} tokens")
+        hits = self.peer_hit_tokens.values()
+        if hits and not 0 <= min(hits) <= max(hits) <= self.num_tokens:
+            raise ValueError(f"peers' hits of {[*hits]} of {self.num_tokens} tokens")
         if self.num_kv_bytes < 0:
             raise ValueError(f"{self.num_kv_bytes} bytes of KV")
 
@@ -81,10 +83,9 @@ class RouteRequest:
         """The length that the threshold judges."""
         return self.num_tokens - self.hit_tokens
 
-    @property
-    def peer_tokens(self) -> int:
-        """Tokens that a peer has to compute."""
-        return self.num_tokens - self.peer_hit_tokens
+    def peer_tokens(self, peer: str) -> int:
+        """Return the tokens that a peer has to compute."""
+        return self.num_tokens - self.peer_hit_tokens.get(peer, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,20 +118,19 @@ def route(
         return _local(request, view, "short")
     if not view.peers:
         return _local(request, view, "no_peer")
-    refusals = [peer.refusal(now_s) for peer in view.peers]
-    usable = [p for p, refusal in zip(view.peers, refusals, strict=True) if refusal is None]
-    if not usable:
+    best = _best(request, view, now_s)
+    if best is None:
+        refusals = {peer.refusal(now_s) for peer in view.peers}
         # The peer nearest to being of use gives the reason.
         for reason in ("peer_overloaded", "peer_down", "peer_incompatible"):
             if reason in refusals:
                 return _local(request, view, reason)
         raise AssertionError(f"no refusal in {refusals}")
-    peer = min(usable, key=lambda p: _preference(p, request))
     return Route(
         name="remote",
         reason="long" if force is None else "forced",
-        peer=peer.peer,
-        predicted_ttft_s=_peer_ttft_s(peer, request),
+        peer=best.peer,
+        predicted_ttft_s=_peer_ttft_s(best, request),
     )
 
 
@@ -140,13 +140,36 @@ def _local(request: RouteRequest, view: View, reason: Reason) -> Route:
 
 
 def _peer_ttft_s(peer: PeerView, request: RouteRequest) -> float | None:
-    return peer.ttft_s(num_tokens=request.peer_tokens, num_kv_bytes=request.num_kv_bytes)
+    num_tokens = request.peer_tokens(peer.peer)
+    return peer.ttft_s(num_tokens=num_tokens, num_kv_bytes=request.num_kv_bytes)
 
 
-def _preference(peer: PeerView, request: RouteRequest) -> tuple[float, int, str]:
-    """Return the sort key: earliest first token, unknown ones by load; ties by name."""
-    ttft_s = _peer_ttft_s(peer, request)
-    return (0.0 if ttft_s is None else ttft_s, peer.num_inflight_tokens, peer.peer)
+def _best(request: RouteRequest, view: View, now_s: float) -> PeerView | None:
+    """Return the usable peer with the earliest first token; None if none is usable.
+
+    One that was heard lately comes before all that were not: if none was, all are tried. Those of unknown
+    rate come first, by load; ties by name.
+    """
+    num_tokens, num_bytes = request.num_tokens, request.num_kv_bytes
+    hit_of = request.peer_hit_tokens.get
+    best, best_key, best_s = None, (True, inf, 0, ""), inf
+    for peer in view.peers:
+        is_stale = False
+        if now_s > peer.clear_until_s:
+            if peer.refusal(now_s) is not None:
+                continue
+            is_stale = peer.is_stale(now_s)
+        ttft_s, token_s = 0.0, peer.token_s
+        if token_s is not None:  # as PeerView.ttft_s, without its calls: there may be many peers
+            compute_s = (num_tokens - hit_of(peer.peer, 0)) * token_s
+            transfer_s = num_bytes * peer.byte_s
+            ttft_s = peer.queue_s + peer.trip_s
+            ttft_s += compute_s if compute_s > transfer_s else transfer_s  # noqa: FURB136 - 3x max()
+        if best is None or ttft_s <= best_s or best_key[0]:
+            key = (is_stale, ttft_s, peer.num_inflight_tokens, peer.peer)
+            if best is None or key < best_key:
+                best, best_key, best_s = peer, key, ttft_s
+    return best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,13 +219,14 @@ class Router:
         decided = route(request, self.view(local), self._options, now_s, force)
         if decided.peer is not None:
             peer = self._peers[decided.peer]
+            num_tokens = request.peer_tokens(peer.peer)
             self._inflight[request_id] = _InFlight(
-                peer=peer.peer, num_tokens=request.peer_tokens, started_s=now_s
+                peer=peer.peer, num_tokens=num_tokens, started_s=now_s
             )
             self._peers[peer.peer] = replace(
                 peer,
                 num_inflight=peer.num_inflight + 1,
-                num_inflight_tokens=peer.num_inflight_tokens + request.peer_tokens,
+                num_inflight_tokens=peer.num_inflight_tokens + num_tokens,
             )
         return decided
 

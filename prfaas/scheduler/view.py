@@ -4,7 +4,7 @@ Values only: `router.Router` makes the next one from what it hears.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from prfaas.scheduler.profile import Link
@@ -43,12 +43,43 @@ class PeerView:
     num_inflight: int = 0
     num_inflight_tokens: int = 0
     """Tokens that we have asked it for; counted from the decision on."""
+    queue_s: float = field(init=False, repr=False, compare=False)
+    """What is there before a prompt: as it reported or as we have in flight, whichever is more."""
+    token_s: float | None = field(init=False, repr=False, compare=False)
+    """Of a token's prefill; None while its rate is unknown."""
+    byte_s: float = field(init=False, repr=False, compare=False)
+    """Of a byte on the link; 0 while that is unknown."""
+    trip_s: float = field(init=False, repr=False, compare=False)
+    clear_until_s: float = field(init=False, repr=False, compare=False)
+    """Until then there is no refusal and no trial, whatever else is true; -inf promises nothing."""
+
+    def __post_init__(self) -> None:
+        """Work out once what each decision about the peer needs: there are many for one change."""
+        rate = known_rate(self.prefill_tokens_per_s) or known_rate(self.reported_tokens_per_s)
+        queue_tokens = max(self.num_queue_tokens, self.num_inflight_tokens, 0)
+        link_rate, rtt_s = known_rate(self.link_bytes_per_s), self.rtt_s
+        if self.expected_link is not None:
+            link_rate = link_rate or self.expected_link.bytes_per_s
+            rtt_s = self.expected_link.rtt_s if rtt_s is None else rtt_s
+        is_clear = self.state == "ready" and self.num_failures <= 0 and self.heard_s is not None
+        keep = object.__setattr__
+        keep(self, "token_s", None if rate is None else 1 / rate)
+        keep(self, "queue_s", 0.0 if rate is None else queue_tokens / rate)
+        keep(self, "byte_s", 0.0 if link_rate is None else 1 / link_rate)
+        keep(self, "trip_s", rtt_s or 0.0)
+        keep(
+            self, "clear_until_s", (self.heard_s or 0.0) + STALE_AFTER_S if is_clear else -math.inf
+        )
+
+    def is_stale(self, now_s: float) -> bool:
+        """Return whether it may be gone, for it was not heard for too long."""
+        return self.heard_s is None or now_s - self.heard_s > STALE_AFTER_S
 
     def is_on_trial(self, now_s: float) -> bool:
         """Return whether the next transfer has to show first that the peer works."""
         if self.state in ("unknown", "down") or self.num_failures > 0:
             return True
-        return self.heard_s is None or now_s - self.heard_s > STALE_AFTER_S
+        return self.is_stale(now_s)
 
     def refusal(
         self, now_s: float
@@ -74,28 +105,14 @@ class PeerView:
         The queue is what it reported or what we have in flight there, whichever is more. KV is
         sent as it is computed, so the slower of the two counts; the request costs a round trip.
         """
-        rate, work_s = self._rate, self.work_s(num_tokens=num_tokens, num_kv_bytes=num_kv_bytes)
-        if rate is None or work_s is None:
-            return None
-        queue_tokens = max(self.num_queue_tokens, self.num_inflight_tokens, 0)
-        return queue_tokens / rate + work_s
+        work_s = self.work_s(num_tokens=num_tokens, num_kv_bytes=num_kv_bytes)
+        return None if work_s is None else self.queue_s + work_s
 
     def work_s(self, *, num_tokens: int, num_kv_bytes: int) -> float | None:
         """Return the same without any queue: the least that it can take."""
-        rate = self._rate
-        if rate is None:
+        if self.token_s is None:
             return None
-        expected = self.expected_link
-        link_rate, rtt_s = known_rate(self.link_bytes_per_s), self.rtt_s
-        if expected is not None:
-            link_rate = link_rate or expected.bytes_per_s
-            rtt_s = expected.rtt_s if rtt_s is None else rtt_s
-        transfer_s = 0.0 if link_rate is None else num_kv_bytes / link_rate
-        return max(num_tokens / rate, transfer_s) + (rtt_s or 0.0)
-
-    @property
-    def _rate(self) -> float | None:
-        return known_rate(self.prefill_tokens_per_s) or known_rate(self.reported_tokens_per_s)
+        return max(num_tokens * self.token_s, num_kv_bytes * self.byte_s) + self.trip_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +138,10 @@ class View:
 
 
 def known_rate(rate: float | None) -> float | None:
-    """Return a rate that can be divided by; None for one that is unset, zero, negative or NaN."""
-    if rate is None or not math.isfinite(rate) or rate <= 0:
+    """Return a rate that can be divided by; None for one that is unset, zero, negative or NaN.
+
+    Nor is one known whose inverse is no number.
+    """
+    if rate is None or not math.isfinite(rate) or rate <= 0 or 1 / rate == math.inf:
         return None
     return rate

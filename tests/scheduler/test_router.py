@@ -1,6 +1,7 @@
 """The rule as a table, and what decisions set in motion as properties."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from prfaas.scheduler.router import (
     RouteRequest,
     route,
 )
-from prfaas.scheduler.view import LocalView, PeerView, View
+from prfaas.scheduler.view import STALE_AFTER_S, LocalView, PeerView, View
 
 OPTIONS = SchedulerOptions(threshold_tokens=512)
 LOCAL = LocalView()
@@ -42,7 +43,7 @@ OUTCOMES = [
 ]
 
 
-def prompt(num_tokens: int = 4000, hit_tokens: int = 0, **changes: int) -> RouteRequest:
+def prompt(num_tokens: int = 4000, hit_tokens: int = 0, **changes: Any) -> RouteRequest:
     values = {"num_tokens": num_tokens, "hit_tokens": hit_tokens, "num_kv_bytes": 6144} | changes
     return RouteRequest(**values)
 
@@ -140,7 +141,7 @@ def test_predictions_count_what_each_side_has_to_compute():
     fast = replace(READY, prefill_tokens_per_s=1000.0)
     short = route(prompt(700, 600), view(fast, local=local), OPTIONS, NOW_S)
     assert short.predicted_ttft_s == 2.0
-    long = route(prompt(4000, 100, peer_hit_tokens=2000), view(fast), OPTIONS, NOW_S)
+    long = route(prompt(4000, 100, peer_hit_tokens={"a:1": 2000}), view(fast), OPTIONS, NOW_S)
     assert long.predicted_ttft_s == 2.0
     assert route(prompt(), view(READY), OPTIONS, NOW_S).predicted_ttft_s is None
     assert route(prompt(), view(DOWN), OPTIONS, NOW_S).predicted_ttft_s is None
@@ -152,8 +153,8 @@ def test_predictions_count_what_each_side_has_to_compute():
         {"num_tokens": -1},
         {"hit_tokens": -1},
         {"num_tokens": 5, "hit_tokens": 6},
-        {"num_tokens": 5, "peer_hit_tokens": 6},
-        {"peer_hit_tokens": -1},
+        {"num_tokens": 5, "peer_hit_tokens": {"a:1": 0, "b:1": 6}},
+        {"peer_hit_tokens": {"a:1": -1}},
         {"num_kv_bytes": -1},
     ],
 )
@@ -209,6 +210,58 @@ def test_any_view_gives_one_route_and_never_to_a_peer_that_is_out(
             assert chosen.num_inflight == 0
     elif decided.reason == "short":
         assert request.uncached_tokens <= threshold
+
+
+@given(peer=PEERS, now_s=st.floats(0, 300))
+def test_a_peer_that_is_clear_is_neither_refused_nor_on_trial(peer, now_s):
+    if now_s <= peer.clear_until_s:
+        assert peer.refusal(now_s) is None
+        assert not peer.is_on_trial(now_s)
+
+
+STALE = replace(READY, heard_s=NOW_S - STALE_AFTER_S - 1)
+
+
+@pytest.mark.parametrize(
+    ("peers", "chosen"),
+    [
+        ((replace(STALE, peer="s:1"), replace(READY, prefill_tokens_per_s=1.0)), "a:1"),
+        ((replace(READY, heard_s=NOW_S - STALE_AFTER_S, peer="s:1"),), "s:1"),
+        ((replace(STALE, peer="s:1"),), "s:1"),
+        ((replace(STALE, peer="s:1"), replace(STALE, peer="t:1", prefill_tokens_per_s=9.0)), "s:1"),
+        ((replace(STALE, peer="s:1", num_inflight=1), replace(STALE, peer="t:1")), "t:1"),
+        ((replace(READY, heard_s=None, peer="s:1"),), "s:1"),
+        ((replace(STALE, peer="s:1", num_inflight=1),), None),
+    ],
+)
+def test_some_that_are_stale_give_way_and_all_that_are_stale_are_tried(peers, chosen):
+    assert route(prompt(), view(*peers), OPTIONS, NOW_S).peer == chosen
+
+
+def test_a_burst_spreads_over_stale_peers_one_each():
+    router = make_router("a:1", "b:1", "c:1")
+    late_s = STALE_AFTER_S + 1
+    chosen = [decide(router, str(i), late_s).peer for i in range(5)]
+    assert chosen == ["a:1", "b:1", "c:1", None, None]
+
+
+def test_a_burst_spreads_over_alike_peers_at_once():
+    router = make_router("a:1", "b:1", "c:1", "d:1")
+    for peer in "abcd":
+        router.heard(f"{peer}:1", now_s=0.0, is_ready=True, prefill_tokens_per_s=1000.0)
+    chosen = [decide(router, str(i), 1.0).peer for i in range(8)]
+    assert [chosen.count(f"{peer}:1") for peer in "abcd"] == [2, 2, 2, 2]
+
+
+def test_a_hot_prefix_spills_over_when_its_peer_drowns():
+    router = make_router("a:1", "b:1")
+    for peer in ("a:1", "b:1"):
+        router.heard(peer, now_s=0.0, is_ready=True, prefill_tokens_per_s=1000.0)
+    asked = prompt(4000, peer_hit_tokens={"a:1": 3000})
+    chosen = [router.route(str(i), asked, local=LOCAL, now_s=0.0).peer for i in range(8)]
+    assert chosen[:3] == ["a:1"] * 3, "less work there than anywhere"
+    assert chosen.count("b:1") >= 1
+    router.check()
 
 
 # ---------------------------------------------------------------- the state around it

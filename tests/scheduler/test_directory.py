@@ -1,0 +1,174 @@
+"""The directory knows what nodes said, notices what it missed, and finds the longest prefix of each."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from prfaas.scheduler.directory import BlockEvent, Directory, Snapshot
+
+KEYS = [bytes([i]) * 32 for i in range(40)]
+
+
+def event(node: str, sequence: int, added=(), removed=(), epoch: int = 1) -> BlockEvent:
+    return BlockEvent(
+        node=node, epoch=epoch, sequence=sequence, added=tuple(added), removed=tuple(removed)
+    )
+
+
+def closed(**lengths: int) -> Directory:
+    directory = Directory(block_tokens=1, is_closed=True)
+    for node, length in lengths.items():
+        directory.apply(event(node, 1, KEYS[:length]))
+    return directory
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 40)),
+    asked=st.integers(0, 40),
+    is_closed=st.booleans(),
+)
+def test_a_lookup_is_the_longest_prefix_of_each_node(lengths, asked, is_closed):
+    directory = Directory(block_tokens=1, is_closed=is_closed)
+    for node, length in lengths.items():
+        directory.apply(event(node, 1, KEYS[:length]))
+    expected = {node: min(length, asked) for node, length in lengths.items()}
+    assert directory.lookup(KEYS[:asked]) == {n: length for n, length in expected.items() if length}
+
+
+@settings(max_examples=30)
+@given(st.dictionaries(st.sampled_from("abcd"), st.sets(st.integers(0, 39)), max_size=4))
+def test_places_that_stand_alone_are_found_by_the_last_one(held):
+    directory = Directory(block_tokens=1, is_closed=False)
+    for node, places in held.items():
+        directory.apply(event(node, 1, [KEYS[i] for i in places]))
+    expected = {node: max(places) + 1 for node, places in held.items() if places}
+    assert directory.lookup(KEYS) == expected
+
+
+def test_a_length_is_in_tokens():
+    directory = Directory(block_tokens=64, is_closed=True)
+    directory.apply(event("a", 1, KEYS[:3]))
+    assert directory.lookup(KEYS) == {"a": 192}
+
+
+def test_another_prompt_has_nothing_in_common():
+    assert closed(a=3).lookup([b"x" * 32, KEYS[1]]) == {}
+    assert closed(a=3).lookup([]) == {}
+    assert Directory(block_tokens=1, is_closed=True).lookup(KEYS) == {}
+
+
+def test_a_repeated_event_tells_nothing():
+    directory = closed(a=3)
+    assert not directory.apply(event("a", 1, KEYS[:9]))
+    assert directory.lookup(KEYS) == {"a": 3}
+
+
+def test_a_gap_is_noticed_and_a_snapshot_makes_it_good():
+    directory = closed(a=3)
+    assert directory.apply(event("a", 3, KEYS[3:5]))
+    assert directory.needs_snapshot("a")
+    assert directory.lookup(KEYS) == {"a": 5}, "what was said counts all the same"
+    assert not directory.replace(Snapshot(node="a", epoch=1, sequence=2, keys=()))
+    assert directory.needs_snapshot("a"), "it is older than the event"
+    assert directory.replace(Snapshot(node="a", epoch=1, sequence=3, keys=tuple(KEYS[:2])))
+    assert not directory.needs_snapshot("a")
+    assert directory.lookup(KEYS) == {"a": 2}
+    assert directory.apply(event("a", 4, KEYS[2:4]))
+    assert directory.lookup(KEYS) == {"a": 4}
+    directory.check()
+
+
+def test_a_node_that_is_joined_midway_needs_a_snapshot():
+    directory = Directory(block_tokens=1, is_closed=True)
+    assert not directory.needs_snapshot("a")
+    directory.apply(event("a", 7, KEYS[:1]))
+    assert directory.needs_snapshot("a")
+
+
+def test_a_new_epoch_begins_empty_and_the_old_one_is_over():
+    directory = closed(a=9)
+    assert directory.apply(event("a", 1, KEYS[:2], epoch=2))
+    assert not directory.needs_snapshot("a")
+    assert directory.lookup(KEYS) == {"a": 2}
+    assert not directory.apply(event("a", 2, KEYS[:9], epoch=1))
+    assert not directory.replace(Snapshot(node="a", epoch=1, sequence=99, keys=tuple(KEYS)))
+    assert directory.lookup(KEYS) == {"a": 2}
+
+
+def test_a_forgotten_node_leaves_nothing_and_its_place_is_used_again():
+    directory = closed(a=9, b=4)
+    directory.forget("a")
+    directory.forget("nobody")
+    assert directory.lookup(KEYS) == {"b": 4}
+    assert directory.num_keys == 4
+    directory.apply(event("c", 1, KEYS[:2]))
+    assert directory.lookup(KEYS) == {"b": 4, "c": 2}
+    directory.check()
+
+
+@pytest.mark.parametrize(("limit", "credited"), [(0, 0), (1, 1), (4, 4), (5, 5), (6, 5)])
+def test_a_node_is_credited_with_no_more_keys_than_the_limit(limit, credited):
+    directory = Directory(block_tokens=1, is_closed=True, max_keys_per_node=limit)
+    directory.apply(event("a", 1, KEYS[:5]))
+    assert (directory.num_keys, directory.num_refused) == (credited, 5 - credited)
+    directory.apply(event("a", 2, KEYS[:credited]))
+    assert directory.num_refused == 5 - credited, "what it has is not refused"
+    directory.check()
+
+
+def test_a_node_too_many_is_not_taken_until_one_leaves():
+    directory = Directory(block_tokens=1, is_closed=True, max_nodes=1)
+    assert directory.apply(event("a", 1, KEYS[:1]))
+    assert not directory.apply(event("b", 1, KEYS[:2]))
+    assert not directory.replace(Snapshot(node="b", epoch=1, sequence=1, keys=tuple(KEYS)))
+    directory.forget("a")
+    assert directory.apply(event("b", 1, KEYS[:2]))
+    assert directory.lookup(KEYS) == {"b": 2}
+
+
+class DirectoryMachine(RuleBasedStateMachine):
+    """Nodes whose events are lost, repeated and late; a model of what each one has said."""
+
+    @initialize(is_closed=st.booleans())
+    def start(self, is_closed):
+        self.directory = Directory(block_tokens=1, is_closed=is_closed)
+        self.caches: dict[str, tuple[int, int, set[bytes]]] = {node: (1, 0, set()) for node in "ab"}
+
+    @rule(
+        node=st.sampled_from("ab"),
+        added=st.sets(st.sampled_from(KEYS[:6])),
+        removed=st.sets(st.sampled_from(KEYS[:6])),
+        copies=st.sampled_from([0, 1, 1, 1, 2]),
+    )
+    def change(self, node, added, removed, copies):
+        epoch, sequence, keys = self.caches[node]
+        self.caches[node] = (epoch, sequence + 1, (keys - removed) | added)
+        for _ in range(copies):
+            self.directory.apply(event(node, sequence + 1, added, removed, epoch))
+
+    @rule(node=st.sampled_from("ab"))
+    def restart(self, node):
+        self.caches[node] = (self.caches[node][0] + 1, 0, set())
+
+    @rule(node=st.sampled_from("ab"))
+    def snapshot(self, node):
+        epoch, sequence, keys = self.caches[node]
+        taken = Snapshot(node=node, epoch=epoch, sequence=sequence, keys=tuple(keys))
+        assert self.directory.replace(taken)
+        for key in KEYS[:6]:
+            assert (node in self.directory.lookup([key])) == (key in keys)
+
+    @rule(node=st.sampled_from("ab"))
+    def forget(self, node):
+        self.directory.forget(node)
+        assert node not in self.directory.lookup(KEYS[:6])
+
+    @invariant()
+    def the_index_is_what_nodes_have(self):
+        self.directory.check()
+
+
+TestDirectoryMachine = DirectoryMachine.TestCase
+TestDirectoryMachine.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
