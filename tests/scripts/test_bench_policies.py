@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "policies.py"
-SCENARIOS = {"steady", "halved", "outages", "bursts", "cross traffic"}
+SCENARIOS = {"steady", "halved", "outages", "bursts", "cross traffic", "halved, light load"}
 
 
 @pytest.mark.slow
