@@ -17,6 +17,7 @@ from prfaas.scheduler.forecast import (
     RemoteView,
 )
 from prfaas.scheduler.policies import MAX_EGRESS_FRACTION, Decision, Policy
+from prfaas.scheduler.ways import Movement
 
 BUDGET_BURST_S = 10.0
 """The budget of so long may be spent at once."""
@@ -48,6 +49,9 @@ class Dispatcher:
         remotes: tuple[RemoteView, ...] = (),
         max_egress_fraction: float = MAX_EGRESS_FRACTION,
     ) -> None:
+        """Raises ValueError for a share of the links that is none."""
+        if not 0 <= max_egress_fraction <= 1:
+            raise ValueError(f"{max_egress_fraction} of a link")
         self._policy = policy
         self._profiles = profiles
         self._remotes = [_Remote(view=view) for view in remotes]
@@ -74,31 +78,27 @@ class Dispatcher:
         decision = self._policy.decide(prompt, self.view(local, now_s), now_s)
         if decision.remote is not None:
             remote = self._remotes[decision.remote]
-            work_s = self._profiles.remote_work_s(prompt, decision.remote)
+            work_s = self._work_s(prompt, decision.remote, decision.movement)
             remote.sent.append((now_s, work_s))
             remote.sent_work_s += work_s
             remote.prefill = remote.shown = None
-            num_bytes = self._profiles.kv_bytes(prompt)
-            remote.backlog_bytes += num_bytes
-            self._num_inflight += 1
-            if remote.budget_bytes is not None:
-                remote.budget_bytes -= num_bytes
+            self._count(remote, self._profiles.kv_bytes(prompt))
+        elif decision.movement is not None and decision.movement.source is not None:
+            self._count(self._remotes[decision.movement.source], decision.movement.num_bytes)
         return decision
 
     def ended(self, index: int, prompt: Prompt) -> None:
         """Take a remote prefill out of flight: it arrived, or was given up."""
-        self._num_inflight -= 1
-        remote = self._remotes[index]
-        remote.backlog_bytes = max(0.0, remote.backlog_bytes - self._profiles.kv_bytes(prompt))
-        remote.shown = None
-        if not self._num_inflight:
-            for each in self._remotes:
-                each.backlog_bytes = 0.0  # rounding must not add up
-                each.shown = None
+        self._uncount(self._remotes[index], self._profiles.kv_bytes(prompt))
+
+    def moved(self, movement: Movement) -> None:
+        """Take a prefix for a local prefill out of flight: it arrived, or was given up."""
+        assert movement.source is not None, "it came from here"
+        self._uncount(self._remotes[movement.source], movement.num_bytes)
 
     @property
     def num_inflight(self) -> int:
-        """Return the remote prefills that have been decided and have not ended."""
+        """Return what has been decided to come over a link and has not ended."""
         return self._num_inflight
 
     def view(self, local: PrefillView, now_s: float) -> ClustersView:
@@ -106,6 +106,29 @@ class Dispatcher:
         return ClustersView(
             local=local, remotes=tuple([self._now(remote, now_s) for remote in self._remotes])
         )
+
+    def _work_s(self, prompt: Prompt, index: int, movement: Movement | None) -> float:
+        if movement is None:
+            return self._profiles.remote_work_s(prompt, index)
+        assert self._profiles.remote is not None, "a PrfaaS cluster without a profile"
+        return self._profiles.remote.prefill_s(prompt.num_tokens - movement.num_tokens)
+
+    def _count(self, remote: _Remote, num_bytes: float) -> None:
+        """Count bytes that will come from a cluster, and spend its budget on them."""
+        remote.backlog_bytes += num_bytes
+        remote.shown = None
+        self._num_inflight += 1
+        if remote.budget_bytes is not None:
+            remote.budget_bytes -= num_bytes
+
+    def _uncount(self, remote: _Remote, num_bytes: float) -> None:
+        self._num_inflight -= 1
+        remote.backlog_bytes = max(0.0, remote.backlog_bytes - num_bytes)
+        remote.shown = None
+        if not self._num_inflight:
+            for each in self._remotes:
+                each.backlog_bytes = 0.0  # rounding must not add up
+                each.shown = None
 
     def _now(self, remote: _Remote, now_s: float) -> RemoteView:
         shown = remote.shown

@@ -126,6 +126,8 @@ class ClustersView:
 
     local: PrefillView
     remotes: tuple[RemoteView, ...] = ()
+    moves_cache: bool = False
+    """Whether a cached prefix can be sent to another cluster before a prefill there begins."""
 
     def candidates(self, now_s: float) -> tuple[int, ...]:
         """Return the PrfaaS clusters to choose from: usable ones, fresh ones if there are any."""
@@ -156,10 +158,13 @@ class Profiles:
 
     def kv_bytes(self, prompt: Prompt) -> float:
         """Return the bytes to move: KV of the tokens that lack locally, states whole."""
+        return self.prefix_bytes(prompt.num_tokens, prompt.local_hit_tokens)
+
+    def prefix_bytes(self, num_tokens: int, held_tokens: int) -> float:
+        """Return the bytes of a prefix of `num_tokens` for who has `held_tokens` of it."""
         assert self.remote is not None, "a PrfaaS cluster without a profile"
         curve = self.remote.kv_bytes
-        held_bytes = curve(prompt.local_hit_tokens) - curve(0)
-        return max(0.0, curve(prompt.num_tokens) - held_bytes)
+        return max(0.0, curve(num_tokens) - (curve(held_tokens) - curve(0)))
 
     def local_ttft_s(self, prompt: Prompt, view: ClustersView, now_s: float) -> float:
         """Return the predicted seconds to the first token of a local prefill."""

@@ -6,10 +6,12 @@ another cluster has one.
 """
 
 from dataclasses import dataclass
-from math import exp, inf, log
-from typing import Literal, NamedTuple, Protocol, assert_never, get_args
+from math import exp, inf, isnan, log
+from operator import attrgetter
+from typing import Literal, Protocol, assert_never, get_args
 
 from prfaas.scheduler.forecast import ClustersView, Profiles, Prompt, RemoteView, remote_ttft_s
+from prfaas.scheduler.ways import Movement, Way, ways
 
 PolicyName = Literal["local", "always-remote", "static", "threshold", "predictive"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -21,6 +23,7 @@ PolicyReason = Literal[
     "earlier",
     "spares_others",
     "egress_budget",
+    "moves_cache",
     "within_slo",
     "late",
     "held",
@@ -29,7 +32,8 @@ PolicyReason = Literal[
 ]
 """policy: it knows no other way. short, long: beside the threshold. earlier: the first token is
 predicted earlier there. spares_others: later there, but those behind it gain more. egress_budget:
-earlier at a PrfaaS cluster, if the link had room. within_slo: the cheaper one would be too late.
+earlier at a PrfaaS cluster, if the link had room. moves_cache: with a
+prefix that another cluster has. within_slo: the cheaper one would be too late.
 late: no cluster is in time, and there nobody waits for it. held: nor is that so anywhere. no_remote,
 no_local: that cluster has no instance, or no link."""
 
@@ -39,7 +43,6 @@ MAX_EGRESS_FRACTION = 0.7
 QUEUE_GAIN_PER_S = 0.3
 FULL_LINK_FACTOR = 2.0
 CONCERN = 1.0
-PRICE = 2.0
 SLO_MARGIN = 0.9
 """Of the SLO, that a prediction has to be within: it may be off by the rest."""
 LATE_LINK_FRACTION = 0.4
@@ -55,6 +58,8 @@ class Decision:
     reason: PolicyReason
     predicted_ttft_s: float
     """From now on."""
+    movement: Movement | None = None
+    """The prefix that has to be there first; only of drivers that can move one."""
     is_held: bool = False
     """It stays at the scheduler, and is to be decided again when anything has changed."""
 
@@ -194,18 +199,6 @@ def _delay_s(remote: RemoteView, now_s: float) -> float:
     return max(remote.prefill.wait_s(now_s), link.backlog_bytes / link.bytes_per_s)
 
 
-class _Option(NamedTuple):
-    """One way for a prompt."""
-
-    cost_s: float
-    ttft_s: float
-    price_s: float
-    """What its bytes cost."""
-    remote: int | None
-    is_idle: bool
-    """Whether nobody waits there, and no more than a late prompt may join is under way."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictive:
     """The earliest predicted first token, with what it costs others.
@@ -226,81 +219,53 @@ class Predictive:
 
     def decide(self, prompt: Prompt, view: ClustersView, now_s: float) -> Decision:
         """Return the least predicted TTFT, what it costs others added, of those in time."""
-        options = self._options(prompt, view, now_s)
-        if not options:
+        slo_s = self.ttft_slo_s
+        found = ways(
+            self.profiles,
+            prompt,
+            view,
+            now_s,
+            concern=self.concern,
+            max_backlog_s=inf if slo_s is None else LATE_LINK_FRACTION * slo_s,
+        )
+        if not found:
             return _by_side(self.profiles, prompt, view, now_s, wants_remote=True, reason="policy")
-        best = _cheapest(options)
-        if self.ttft_slo_s is None or prompt.arrived_s is None:
-            return _chosen(best, options)
-        left_s = SLO_MARGIN * self.ttft_slo_s - (now_s - prompt.arrived_s)
+        best = _cheapest(found)
+        if slo_s is None or prompt.arrived_s is None:
+            return _chosen(best, found)
+        left_s = SLO_MARGIN * slo_s - (now_s - prompt.arrived_s)
         if best.ttft_s <= left_s:
-            return _chosen(best, options)
-        in_time = [option for option in options if option.ttft_s <= left_s]
+            return _chosen(best, found)
+        in_time = [way for way in found if way.ttft_s <= left_s]
         if in_time:
             return _as(_cheapest(in_time), "within_slo")
-        idle = [option for option in options if option.is_idle]
+        idle = [way for way in found if way.is_idle]
         if idle:
             return _as(_cheapest(idle), "late")
         return Decision(remote=None, reason="held", predicted_ttft_s=best.ttft_s, is_held=True)
 
-    def _options(self, prompt: Prompt, view: ClustersView, now_s: float) -> list[_Option]:
-        found = []
-        if view.local.num_instances > 0:
-            wait_s = view.local.wait_s(now_s)
-            work_s = self.profiles.local_work_s(prompt)
-            cost_s = wait_s + work_s + self.concern * work_s * view.local.delayed_jobs()
-            found.append(_Option(cost_s, wait_s + work_s, 0.0, None, wait_s <= 0))
-        candidates = view.candidates(now_s)
-        if not candidates:
-            return found
-        num_bytes = self.profiles.kv_bytes(prompt)
-        works_s = self.profiles.remote_works_s(prompt, len(view.remotes))
-        for index in candidates:
-            remote, work_s = view.remotes[index], works_s[index]
-            ttft_s = remote_ttft_s(remote, now_s, work_s=work_s, num_bytes=num_bytes)
-            price_s = _price_s(remote, num_bytes)
-            cost_s = ttft_s + self.concern * work_s * remote.prefill.delayed_jobs() + price_s
-            is_idle = remote.prefill.wait_s(now_s) <= 0 and self._has_room(remote)
-            found.append(_Option(cost_s, ttft_s, price_s, index, is_idle))
-        return found
 
-    def _has_room(self, remote: RemoteView) -> bool:
-        if self.ttft_slo_s is None:
-            return True
-        limit_s = LATE_LINK_FRACTION * self.ttft_slo_s
-        return remote.link.backlog_bytes <= limit_s * remote.link.bytes_per_s
+def _cheapest(found: list[Way]) -> Way:
+    """Return the way of the least cost, the first one of equals: the local cluster."""
+    return min(found, key=attrgetter("cost_s"))
 
 
-def _cheapest(options: list[_Option]) -> _Option:
-    """Return the option of the least cost, the first one of equals: the local cluster."""
-    return min(options, key=lambda option: option.cost_s)
+def _as(way: Way, reason: PolicyReason) -> Decision:
+    return Decision(
+        remote=way.remote, reason=reason, predicted_ttft_s=way.ttft_s, movement=way.movement
+    )
 
 
-def _as(option: _Option, reason: PolicyReason) -> Decision:
-    return Decision(remote=option.remote, reason=reason, predicted_ttft_s=option.ttft_s)
-
-
-def _chosen(best: _Option, options: list[_Option]) -> Decision:
-    """Return the decision for the cheapest option, and why it was not an earlier one."""
-    if all(best.ttft_s <= option.ttft_s for option in options):
+def _chosen(best: Way, found: list[Way]) -> Decision:
+    """Return the decision for the cheapest way, and why it was not an earlier one."""
+    if best.movement is not None:
+        return _as(best, "moves_cache")
+    if all(best.ttft_s <= way.ttft_s for way in found):
         return _as(best, "earlier")
     if best.remote is None:
-        unpriced = min(option.cost_s - option.price_s for option in options if option is not best)
+        unpriced = min(way.cost_s - way.price_s for way in found if way is not best)
         return _as(best, "egress_budget" if unpriced < best.cost_s else "spares_others")
     return _as(best, "spares_others")
-
-
-def _price_s(remote: RemoteView, num_bytes: float) -> float:
-    """Return what the bytes cost, in seconds: their time at the budget's rate, times its scarcity.
-
-    Nothing while the budget is full, PRICE once it is spent, twice that when as much is overdrawn:
-    the rest of the link is for bursts, and a queue here that is long enough is one.
-    """
-    link = remote.link
-    if link.budget_limit_bytes == inf:
-        return 0.0
-    scarcity = 1 - link.budget_bytes / link.budget_limit_bytes
-    return PRICE * scarcity * num_bytes / link.budget_bytes_per_s
 
 
 def as_policy(name: str) -> PolicyName:
@@ -321,7 +286,14 @@ def make_policy(
     """Return a policy by its name; `threshold_tokens` is t of a plan.
 
     `ttft_slo_s` is what `predictive` holds prompts back for; None holds none back.
+
+    Raises:
+        ValueError: a threshold that is no number, or an SLO that nothing can keep.
     """
+    if isnan(threshold_tokens):
+        raise ValueError("a threshold that is no number")
+    if ttft_slo_s is not None and not ttft_slo_s > 0:
+        raise ValueError(f"an SLO of {ttft_slo_s} s")
     match name:
         case "local":
             return Local(profiles=profiles)
