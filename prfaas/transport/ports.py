@@ -224,6 +224,7 @@ class TransportPort(asyncio.BufferedProtocol):
         """Bytes that came while nobody received: a transport may deliver some after it was paused."""
         self._is_ended = False
         self._error: Exception | None = None
+        self._slice_bytes = SLICE_BYTES
         self._may_write = asyncio.Event()
         self._may_write.set()
 
@@ -239,7 +240,7 @@ class TransportPort(asyncio.BufferedProtocol):
         """Stop reading until somebody receives."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are of no such class
         self._sock = cast("socket.socket", transport.get_extra_info("socket"))
-        self._transport.set_write_buffer_limits(high=2 * SLICE_BYTES)
+        self.limit_unsent(2 * SLICE_BYTES)
         self._transport.pause_reading()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -378,13 +379,18 @@ class TransportPort(asyncio.BufferedProtocol):
             raise ConnectionResetError("the connection is closed")
         num_bytes = 0
         for data in buffers:
-            for start in range(0, len(data), SLICE_BYTES):
+            for start in range(0, len(data), self._slice_bytes):
                 if not self._may_write.is_set():
                     return num_bytes
-                part = data[start : start + SLICE_BYTES]
+                part = data[start : start + self._slice_bytes]
                 self._open_transport.write(part)
                 num_bytes += len(part)
         return num_bytes
+
+    def limit_unsent(self, num_bytes: int) -> None:
+        """Take nothing more while more than so many bytes wait in memory; at most half as many at once."""
+        self._slice_bytes = num_bytes // 2
+        self._open_transport.set_write_buffer_limits(high=num_bytes)
 
     async def writable(self) -> None:
         """See StreamPort."""

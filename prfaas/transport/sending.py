@@ -72,22 +72,26 @@ def take_port(
         set_congestion(transport.get_extra_info("socket"), congestion)
     if pacing_bytes_per_s is not None:
         set_pacing_rate(transport.get_extra_info("socket"), pacing_bytes_per_s)
-    set_unsent(transport.get_extra_info("socket"), UNSENT_BYTES)
     if transport.get_extra_info("sslcontext") is not None:
         port = TransportPort(on_lost=transport.get_protocol())
         port.take(transport)
+        set_unsent(port, UNSENT_BYTES)
         return port
     transport.pause_reading()
     sock: socket.socket = transport.get_extra_info("socket").dup()
     sock.setblocking(False)
     tune(sock)
-    return SocketPort(sock)
+    plain_port = SocketPort(sock)
+    set_unsent(plain_port, UNSENT_BYTES)
+    return plain_port
 
 
-def set_unsent(sock: socket.socket, num_bytes: int) -> None:
-    """Let the kernel take no more of a connection's bytes while it holds so many unsent, where it can."""
+def set_unsent(port: StreamPort, num_bytes: int) -> None:
+    """Let the kernel, where it can, and TLS each take no more of a stream while they hold so much unsent."""
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
+        port.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
+    if isinstance(port, TransportPort):
+        port.limit_unsent(num_bytes)
 
 
 async def outlive(transfer: OutgoingTransfer, lease_s: float) -> None:
@@ -351,7 +355,7 @@ class SendingStream:
         if info is not None:
             rate = info.delivery_rate_bytes_per_s
             self._unsent_bytes = max(MIN_UNSENT_BYTES, min(round(UNSENT_S * rate), UNSENT_BYTES))
-            set_unsent(self.port.sock, self._unsent_bytes)
+            set_unsent(self.port, self._unsent_bytes)
             if self._budget.rate_bytes_per_s is not None:
                 rate = min(rate, self._budget.rate_bytes_per_s)
             self._run_bytes = round(RUN_S * rate)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import ssl
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -14,11 +15,13 @@ from prfaas.transport.auth import PeerSide
 from prfaas.transport.client import PeerClient
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.options import TransportOptions
+from prfaas.transport.ports import TransportPort
 from prfaas.transport.seals import CHECKSUM, MacSeal
 from prfaas.transport.security import ChannelSecurity, asker_security, peer_security
+from prfaas.transport.sending import UNSENT_BYTES
 from prfaas.transport.stream_seals import StreamSeals
 from prfaas.transport.tcpinfo import read_tcp_info
-from prfaas.transport.wire import FrameType, encode_frame
+from prfaas.transport.wire import FrameType, encode_frame, refuse_pages
 from tests.transport.certificates import Certificates
 from tests.transport.channels import (
     Pages,
@@ -234,6 +237,38 @@ async def test_a_stream_over_tls_that_is_closed_can_still_be_asked_for_its_socke
         stream.close()
         await asyncio.sleep(0.05)
         assert read_tcp_info(stream.port.sock) is None
+
+
+@pytest.mark.parametrize(("loop", "limit"), [("asyncio", 64 << 10), ("uvloop", UNSENT_BYTES)])
+def test_what_waits_unsent_for_a_reader_over_tls_is_bounded(files, monkeypatch, loop, limit):
+    monkeypatch.setattr("prfaas.transport.sending.UNSENT_BYTES", limit)
+    page_bytes, num_pages = 1 << 20, 60
+
+    async def run() -> None:
+        asker = ChannelSecurity(tls=asker_tls(files))
+        async with channel(tls=peer_tls(files), asker=asker, page_bytes=page_bytes, streams=1) as (
+            service,
+            client,
+        ):
+            service.num_pages = num_pages
+            request = asked(credit_bytes=num_pages * page_bytes)
+            await client.open(request)
+            stream = await client.dial()  # it reads nothing behind its first word
+            word = Attach(transfer_id=ASKED.transfer_id, capability=ASKED.capability, stream=0)
+            stream.attach(word, cast("Any", None), refuse_pages)
+            transfer = service.transfers[ASKED.transfer_id]
+            while not any(lane.is_blocked for lane in transfer._lanes.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            (sending,) = (s for s in service.channel.streams if not s.is_idle)
+            assert isinstance(sending.port, TransportPort)
+            assert sending.port._open_transport.get_write_buffer_size() <= 2 * limit
+            stream.close()
+
+    if loop == "asyncio":
+        asyncio.run(run())
+    else:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run())
 
 
 async def test_a_certificate_of_a_stranger_is_refused(files, strangers):
