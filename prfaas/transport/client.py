@@ -28,7 +28,7 @@ from prfaas.transport.address import PeerAddress, as_transfer_errors
 from prfaas.transport.auth import AskerSide, Hello, Session, encode_hello, is_same
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.dialing import UpgradeRefused, connect, upgrade
-from prfaas.transport.fields import dump, parse_object
+from prfaas.transport.fields import dump, parse_object, shown
 from prfaas.transport.handshake import Identity
 from prfaas.transport.http_port import HttpPort
 from prfaas.transport.incoming import FrameConsumer
@@ -354,7 +354,7 @@ def _refusal(
     response: aiohttp.ClientResponse, reply: bytes, address: PeerAddress
 ) -> TransferError | Overloaded:
     try:
-        message = str(parse_object(reply)["error"]["message"])[:512]
+        message = shown(str(parse_object(reply)["error"]["message"]))
     except (ProtocolError, KeyError, TypeError):
         message = f"HTTP status {response.status}"
     message = f"peer {address}: {message}"

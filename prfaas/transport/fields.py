@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 MAX_LIST_ITEMS = 4096
 MAX_TOKEN_ID = (1 << 31) - 1
+MAX_SHOWN_CHARS = 512
 
 
 def dump(value: object) -> bytes:
@@ -25,9 +26,12 @@ def dump(value: object) -> bytes:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in `data`, or raise ProtocolError."""
+    """Return the JSON object in `data`, or raise ProtocolError. All text in it can be encoded again."""
     try:
-        value = json.loads(data, parse_constant=_refuse_constant)
+        text = data.decode()
+        value = json.loads(text, parse_constant=_refuse_constant)
+        if "\\" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # refuses half a surrogate pair
     except (ValueError, RecursionError) as error:
         raise ProtocolError("not valid JSON") from error
     if not isinstance(value, dict):
@@ -102,6 +106,11 @@ def name_of(value: dict[str, Any], name: str, num_chars: int) -> str:
     if not (len(text) == num_chars and text.isalnum() and text.isascii()):
         raise ProtocolError(f"field {name} is not {num_chars} letters and digits")
     return text
+
+
+def shown(text: str) -> str:
+    """Return what a peer says as one line that can be shown to anybody, at most MAX_SHOWN_CHARS long."""
+    return "".join(char if char.isprintable() else "?" for char in text[:MAX_SHOWN_CHARS])
 
 
 def encode_tokens(tokens: tuple[int, ...]) -> str:

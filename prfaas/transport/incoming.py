@@ -9,6 +9,7 @@ from typing import Protocol
 
 from prfaas.errors import ProtocolError, TransferError
 from prfaas.transport.attach import MAX_STREAMS
+from prfaas.transport.fields import shown
 from prfaas.transport.messages import TransferAccepted, TransferTotals, parse_totals
 from prfaas.transport.wire import Frame, FrameHeader, FrameType
 
@@ -97,7 +98,7 @@ class IncomingTransfer:
                 self._take_end(lane, parse_totals(frame.payload))
             case FrameType.ERROR:
                 lane.is_over = True
-                message = frame.payload.decode("utf-8", "replace")[:512]
+                message = shown(frame.payload.decode("utf-8", "replace"))
                 raise TransferError(f"the peer failed: {message}")
             case _:
                 self._num_answers += frame.header.type is not FrameType.PROGRESS

@@ -24,6 +24,7 @@ from prfaas.transport.fields import (
     or_null,
     pair_of,
     parse_object,
+    shown,
     token_id_of,
     tokens_of,
     typed,
@@ -320,7 +321,7 @@ def parse_status(data: bytes) -> PeerStatus:
     return PeerStatus(
         identity=parse_identity(value.get("identity")),
         is_ready=typed(value, "is_ready", bool),
-        reason=typed(value, "reason", str)[:512],
+        reason=shown(typed(value, "reason", str)),
         num_waiting_tokens=count_of(value, "num_waiting_tokens", 0, 1 << 62),
         prefill_tokens_per_s=number_of(value, "prefill_tokens_per_s", 0),
     )

@@ -1,0 +1,49 @@
+"""What a peer says in JSON is text that can be passed on."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.errors import ProtocolError
+from prfaas.transport.fields import MAX_SHOWN_CHARS, dump, parse_object, shown
+
+anything = st.recursive(
+    st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+)
+
+
+@given(st.dictionaries(st.text(), anything))
+def test_what_was_dumped_is_parsed(value):
+    assert parse_object(dump(value)) == value
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"a": "\\ud800"}',
+        b'{"a": [{"\\udfff": 1}]}',
+        b'{"a": "\xed\xa0\x80"}',
+        '{"a": 1}'.encode("utf-16"),
+        b'{"a": NaN}',
+        b'"a"',
+        b"[" * 100_000,
+    ],
+)
+def test_what_cannot_be_passed_on_is_refused(data):
+    with pytest.raises(ProtocolError):
+        parse_object(data)
+
+
+@given(st.text(st.characters()))
+def test_what_is_shown_is_one_short_line_of_its_own_characters(text):
+    line = shown(text)
+    assert len(line) == min(len(text), MAX_SHOWN_CHARS)
+    assert line.isprintable()
+    json.dumps(line, ensure_ascii=False).encode()
+    assert all(ours in (theirs, "?") for ours, theirs in zip(line, text, strict=False))
+
+
+def test_an_emoji_in_a_message_stays():
+    assert shown("no 😀\r\nX-Evil: 1\ud800") == "no 😀??X-Evil: 1?"
