@@ -10,6 +10,9 @@ from prfaas.cache.spec import CacheLayout
 from prfaas.config.kv_layout import layout_kv_bytes, layout_lines
 from prfaas.scheduler.profile import Link
 
+QUIET_FRACTION = 0.95
+"""Where the engine had a processor for less of the time, the figures say so."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredProfile:
@@ -30,6 +33,8 @@ class MeasuredProfile:
     """Connections over which the link was measured."""
     date: str
     """ISO, of today."""
+    cpu_fraction: float
+    """Of the time, that the engine's thread had a processor: less if others wanted it, too."""
 
 
 def to_toml(profile: MeasuredProfile) -> str:
@@ -45,6 +50,8 @@ def _toml_lines(profile: MeasuredProfile) -> Iterator[str]:
         f"# {profile.weight_dtype} weights, {profile.kv_dtype} KV, chunks of {profile.chunk_tokens} tokens,"
         f" blocks of {profile.layout.block_tokens}."
     )
+    if profile.cpu_fraction < QUIET_FRACTION:
+        yield f"# {_busy(profile.cpu_fraction)}"
     yield f"name = {_text(profile.name)}"
     yield f"hardware = {_text(machine.hardware)}"
     yield "gpus_per_instance = 1"
@@ -76,6 +83,13 @@ def _toml_lines(profile: MeasuredProfile) -> Iterator[str]:
 def _origin(profile: MeasuredProfile, how: str) -> Iterator[str]:
     yield 'provenance = "measured"'
     yield f"source = {_text(f'prfaas profile, {profile.date}: {how}')}"
+
+
+def _busy(cpu_fraction: float) -> str:
+    return (
+        f"The engine had a processor for {cpu_fraction:.0%} of the time: others used the machine, too, "
+        "and alone it is faster."
+    )
 
 
 def curve_of(timings: tuple[Timing, ...]) -> list[float]:
@@ -114,6 +128,7 @@ def to_json(profile: MeasuredProfile) -> dict[str, Any]:
         "chunk_tokens": profile.chunk_tokens,
         "block_tokens": profile.layout.block_tokens,
         "date": profile.date,
+        "cpu_fraction": profile.cpu_fraction,
         "prefill": [
             {
                 "tokens": timing.size,
@@ -171,5 +186,8 @@ def to_lines(report: dict[str, Any]) -> Iterator[str]:
         yield ""
         yield (
             f"link from {link['peer']}: {link['bytes_per_s'] * 8 / 1e6:,.1f} Mbit/s over {link['streams']}"
-            f" connections, round trip {1e3 * link['rtt_s']:.2f} ms"
+            f" connections, round trip {1e3 * link['rtt_s']:.3g} ms"
         )
+    if report["cpu_fraction"] < QUIET_FRACTION:
+        yield ""
+        yield _busy(report["cpu_fraction"])

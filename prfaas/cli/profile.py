@@ -175,6 +175,7 @@ def measured_profile(
     progress: Progress,
 ) -> "MeasuredProfile":
     """Return what the engine takes, measured in about so many seconds after the model is loaded."""
+    import time
     from datetime import UTC, datetime
 
     from prfaas.bench.machine import this_machine
@@ -185,6 +186,7 @@ def measured_profile(
 
     own = replace(config.cache, dir=None)  # no disk: it would be another one's, too
     parts = load_model_parts(replace(config, cache=own), progress)
+    began_s, began_cpu_s = parts.clock(), time.thread_time()
     try:
         figures = measure_engine(
             EngineBench(parts.runner, parts.cache, vocab_size=parts.vocab_size, clock=parts.clock),
@@ -195,6 +197,7 @@ def measured_profile(
             clock=parts.clock,
             progress=progress,
         )
+        cpu_fraction = (time.thread_time() - began_cpu_s) / (parts.clock() - began_s)
     finally:
         parts.cache.close()
     return MeasuredProfile(
@@ -209,4 +212,5 @@ def measured_profile(
         peer=config.transport.peer,
         streams=config.transport.streams,
         date=datetime.now(UTC).date().isoformat(),
+        cpu_fraction=cpu_fraction,
     )

@@ -8,6 +8,7 @@ from prfaas.config.options import NodeConfig
 from prfaas.config.profiles import read_profile
 from prfaas.engine.rate import MEMORY_TOKENS
 from prfaas.errors import ConfigError
+from prfaas.scheduler.curves import PolynomialCurve
 from prfaas.scheduler.profile import Prior
 
 
@@ -32,5 +33,12 @@ def read_prior(config: NodeConfig, layout: CacheLayout) -> Prior | None:
 
 
 def expected_tokens_per_s(prior: Prior | None) -> float:
-    """Return the rate that a node tells its peers before its first prefill; 0 is unknown."""
-    return 0.0 if prior is None else prior.prefill_tokens_per_s(MEMORY_TOKENS) or 0.0
+    """Return the rate that a node tells its peers before its first prefill; 0 is unknown.
+
+    It is that of the longest prompt whose time is known, up to those that the moving average reaches back.
+    """
+    if prior is None:
+        return 0.0
+    curve = prior.prefill_s
+    longest = MEMORY_TOKENS if isinstance(curve, PolynomialCurve) else int(curve.tokens[-1])
+    return prior.prefill_tokens_per_s(max(1, min(longest, MEMORY_TOKENS))) or 0.0

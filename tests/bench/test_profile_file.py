@@ -2,6 +2,7 @@
 
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -34,10 +35,11 @@ PROFILE = MeasuredProfile(
     peer="10.0.0.1:8100",
     streams=4,
     date="2026-01-31",
+    cpu_fraction=0.99,
 )
 
 
-def written(tmp_path, profile=PROFILE):
+def written(tmp_path: Path, profile: MeasuredProfile = PROFILE) -> Path:
     path = tmp_path / "p.toml"
     path.write_text(to_toml(profile))
     return path
@@ -88,8 +90,17 @@ def test_every_run_is_told_to_programs_and_the_spread_to_people():
     assert report["prefill"][1]["transfer_bytes"] >= report["prefill"][1]["kv_bytes"]
     text = "\n".join(to_lines(report))
     assert "0.100 to 0.300 s of 3" in text
-    assert "100.0 Mbit/s over 4 connections, round trip 40.00 ms" in text
+    assert "100.0 Mbit/s over 4 connections, round trip 40 ms" in text
     assert "link" not in "\n".join(to_lines(to_json(replace(PROFILE, link=None))))
+
+
+def test_a_machine_that_others_used_is_told(tmp_path):
+    shared = replace(PROFILE, cpu_fraction=0.5)
+    said = "The engine had a processor for 50% of the time"
+    assert f"# {said}" in to_toml(shared)
+    assert said in "\n".join(to_lines(to_json(shared)))
+    assert "of the time" not in to_toml(PROFILE) + "\n".join(to_lines(to_json(PROFILE)))
+    assert read_profile(written(tmp_path, shared)) == read_profile(written(tmp_path))
 
 
 def test_the_processor_is_named_as_the_kernel_does():

@@ -152,10 +152,11 @@ def test_pages_that_are_not_those_of_the_layout_are_an_error():
         bench.prefill(100)
 
 
-def test_an_engine_that_fails_is_an_error():
+def test_an_engine_that_fails_is_an_error(monkeypatch):
     node = node_of()
     bench = EngineBench(node.runner, node.cache, vocab_size=VOCAB, clock=node.clock)
-    node.runner.step = lambda: [RequestEnded(request_id="profile-0", error="broken")]
+    broken = RequestEnded(request_id="profile-0", error="broken")
+    monkeypatch.setattr(node.runner, "step", lambda: [broken])
     with pytest.raises(EngineError, match="broken"):
         bench.prefill(100)
 

@@ -8,7 +8,8 @@ from prfaas.config.profiles import read_profile
 from prfaas.engine.options import EngineOptions
 from prfaas.engine.rate import MEMORY_TOKENS
 from prfaas.errors import ConfigError
-from prfaas.scheduler.profile import Link
+from prfaas.scheduler.curves import LinearCurve, PolynomialCurve
+from prfaas.scheduler.profile import Link, Prior
 from prfaas.server.pd import load_pd_node
 from prfaas.server.prior import expected_tokens_per_s, read_prior
 from prfaas.types import Request, RequestRecord, RouteName, SamplingParams
@@ -89,6 +90,20 @@ def test_a_profile_of_the_model_is_taken_and_of_another_one_refused(tmp_path):
         ConfigError, match=r"profile p keeps 32,768 bytes for 4096 tokens, this model \d"
     ):
         read_prior(config_with(path), HYBRID)
+
+
+@pytest.mark.parametrize(
+    ("curve", "expected"),
+    [
+        (LinearCurve(tokens=(100.0, 1000.0), values=(1.0, 5.0)), 1000 / 5),
+        (LinearCurve(tokens=(100.0, 10_000.0), values=(1.0, 100.0)), 4096 / 40.96),
+        (PolynomialCurve(coefficients=(0.0, 0.01)), 100.0),
+        (LinearCurve(tokens=(0.5,), values=(1.0,)), 1.0),
+    ],
+)
+def test_the_rate_told_to_peers_is_of_no_longer_prompts_than_were_measured(curve, expected):
+    assert expected_tokens_per_s(Prior(prefill_s=curve)) == pytest.approx(expected)
+    assert expected_tokens_per_s(Prior(prefill_s=curve, speed=2.0)) == pytest.approx(2 * expected)
 
 
 def test_without_a_profile_nothing_is_expected():
