@@ -11,6 +11,7 @@ from prfaas.clock import Clock
 from prfaas.errors import IncompatiblePeer, Overloaded, TransferError, UntrustedPeer
 from prfaas.log import get_logger
 from prfaas.scheduler.router import Router
+from prfaas.scheduler.view import PeerView
 from prfaas.server.links import Links
 from prfaas.transport.address import PeerAddress
 from prfaas.transport.client import PeerClient
@@ -63,10 +64,10 @@ class Peer:
         """A long prompt could be sent there now."""
         return self._router.is_usable(self.name, self._clock())
 
-    def work_s(self, *, num_tokens: int, num_kv_bytes: int) -> float | None:
-        """Return the least that a prefill there can take, from now to its first token; None is unknown."""
-        view = self._router.peer(self.name)
-        return view.work_s(num_tokens=num_tokens, num_kv_bytes=num_kv_bytes)
+    @property
+    def view(self) -> PeerView:
+        """What is known of it now, as the router sees it."""
+        return self._router.peer(self.name)
 
     def doubt(self) -> None:
         """Shake hands at once: a transfer found something wrong."""

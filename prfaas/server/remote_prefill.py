@@ -19,6 +19,7 @@ from prfaas.scheduler.router import Outcome
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.peer import Peer
 from prfaas.server.places import bytes_of_places, places_of_snapshots, snapshot_interval
+from prfaas.server.prefix_costs import is_worth_waiting, least_work_s
 from prfaas.server.pull import Pull, kv_numbers
 from prfaas.server.reception import Reception, RemoteAttempt
 from prfaas.server.transfer_metrics import TransferMetrics
@@ -140,14 +141,18 @@ class RemotePrefiller:
 
     def _compare_prefixes(self, attempt: RemoteAttempt) -> None:
         """Raise _LacksPrefix if a peer that must compute what is here needs longer than we for the rest."""
-        num_tokens, have_tokens = len(attempt.request.prompt_tokens), attempt.table.hit_tokens
-        if attempt.peer_hit_tokens >= have_tokens or attempt.local_estimate_s is None:
+        have_tokens = attempt.table.hit_tokens
+        if attempt.peer_hit_tokens >= have_tokens:
             return
-        work_s = self._peer.work_s(
-            num_tokens=num_tokens - attempt.peer_hit_tokens,
-            num_kv_bytes=self._layout.bytes_needed(num_tokens, have_tokens),
+        work_s = least_work_s(
+            self._peer.view,
+            self._layout,
+            num_tokens=len(attempt.request.prompt_tokens),
+            have_tokens=have_tokens,
+            peer_hit_tokens=attempt.peer_hit_tokens,
+            snapshot_tokens=self._snapshot_tokens,
         )
-        if work_s is not None and work_s > attempt.local_estimate_s:
+        if not is_worth_waiting(work_s, attempt.local_estimate_s):
             raise _LacksPrefix(
                 f"it has {attempt.peer_hit_tokens} of our {have_tokens} tokens and needs {work_s:.1f} s, "
                 f"we {attempt.local_estimate_s:.1f} s"

@@ -120,7 +120,7 @@ async def test_a_peer_that_lacks_our_prefix_is_not_made_to_compute_it_where_that
         await nodes.ask(request(30, salt=b"other"), "remote")  # loads are as of the last step
         await nodes.ask(request(600), "local")
         peer.doubt()
-        await until(lambda: peer.work_s(num_tokens=100, num_kv_bytes=0) is not None)
+        await until(lambda: peer.view.token_s is not None)
         longer = request(700)
         answer = await nodes.ask(longer)
         assert answer.record.route == "local"
