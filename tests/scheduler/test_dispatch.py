@@ -1,12 +1,16 @@
 """What was decided counts at once, and is taken back when it ends."""
 
+import math
+from dataclasses import dataclass
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.scheduler.dispatch import BUDGET_BURST_S, Dispatcher
 from prfaas.scheduler.forecast import LinkView, PrefillView, Profiles, Prompt, RemoteView
-from prfaas.scheduler.policies import AlwaysRemote, Local
+from prfaas.scheduler.policies import AlwaysRemote, Decision, Local, Predictive
+from prfaas.scheduler.ways import Movement
 from tests.scheduler.planning import FAST, KV, profile
 
 PROFILES = Profiles(local=profile(), remote=profile(FAST, decodes=False))
@@ -59,6 +63,7 @@ def test_the_budget_is_spent_by_decisions_and_comes_back_with_time():
     assert router.view(LOCAL, 1e6).remotes[0].link.budget_bytes == limit
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 100_000), st.booleans()), max_size=20))
 def test_when_nothing_is_in_flight_nothing_is_counted(steps):
     router, flying = dispatcher(), []
@@ -83,3 +88,65 @@ def test_a_new_policy_decides_and_keeps_what_is_in_flight():
     router.follow(Local(profiles=PROFILES))
     assert router.decide(Prompt(num_tokens=10), local=LOCAL, now_s=0.0).remote is None
     assert router.num_inflight == 1
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.1, math.nan, math.inf])
+def test_a_share_of_the_links_that_is_none_is_refused(fraction):
+    with pytest.raises(ValueError, match="of a link"):
+        Dispatcher(Local(profiles=PROFILES), PROFILES, max_egress_fraction=fraction)
+
+
+@pytest.mark.parametrize(("fraction", "remote"), [(0.0, None), (1e-9, None), (0.7, 0), (1.0, 0)])
+def test_the_share_of_the_links_says_whether_bytes_may_be_spent(fraction, remote):
+    policy = Predictive(profiles=PROFILES)
+    router = Dispatcher(policy, PROFILES, remotes=(cluster(),), max_egress_fraction=fraction)
+    router.decide(Prompt(num_tokens=1_000), local=LOCAL, now_s=0.0)
+    assert router.decide(Prompt(num_tokens=90_000), local=LOCAL, now_s=0.0).remote == remote
+
+
+@pytest.mark.parametrize("taken_s", [0.0, -100.0])
+def test_a_burst_on_one_late_view_spreads_over_the_clusters(taken_s):
+    seen = tuple(cluster(taken_s=taken_s, num_instances=1) for _ in range(3))
+    router = Dispatcher(AlwaysRemote(profiles=PROFILES), PROFILES, remotes=seen)
+    went = [router.decide(Prompt(num_tokens=9_000), local=LOCAL, now_s=0.0) for _ in range(9)]
+    assert [[d.remote for d in went].count(index) for index in range(3)] == [3, 3, 3]
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Always the same decision."""
+
+    decision: Decision
+
+    def decide(self, prompt, view, now_s):
+        return self.decision
+
+
+def test_a_prefix_that_moves_here_counts_until_it_is_here():
+    movement = Movement(0, 5_000, 1e8)
+    decision = Decision(remote=None, reason="moves_cache", predicted_ttft_s=1.0, movement=movement)
+    router = Dispatcher(Fixed(decision), PROFILES, remotes=(cluster(),))
+    before = router.view(LOCAL, 0.0).remotes[0].link
+    router.decide(Prompt(num_tokens=9_000), local=LOCAL, now_s=0.0)
+    link = router.view(LOCAL, 0.0).remotes[0].link
+    assert (link.backlog_bytes, router.num_inflight) == (1e8, 1)
+    assert link.budget_bytes == before.budget_bytes - 1e8
+    router.moved(movement)
+    assert router.view(LOCAL, 0.0).remotes[0].link.backlog_bytes == 0
+    assert router.num_inflight == 0
+
+
+def test_a_prefix_that_moves_there_leaves_less_to_compute_there():
+    movement = Movement(None, 5_000, 1e8)
+    decision = Decision(remote=0, reason="moves_cache", predicted_ttft_s=1.0, movement=movement)
+    router = Dispatcher(Fixed(decision), PROFILES, remotes=(cluster(),))
+    router.decide(Prompt(num_tokens=9_000, local_hit_tokens=5_000), local=LOCAL, now_s=0.0)
+    assert router.view(LOCAL, 0.0).remotes[0].prefill.sent_work_s == FAST(4_000)
+
+
+def test_a_held_prompt_counts_nowhere():
+    held = Decision(remote=None, reason="held", predicted_ttft_s=1.0, is_held=True)
+    router = Dispatcher(Fixed(held), PROFILES, remotes=(cluster(),))
+    router.decide(Prompt(num_tokens=9_000, arrived_s=0.0), local=LOCAL, now_s=0.0)
+    (seen,) = router.view(LOCAL, 0.0).remotes
+    assert (router.num_inflight, seen.prefill.num_sent, seen.link.backlog_bytes) == (0, 0, 0)

@@ -3,7 +3,7 @@
 from math import inf
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.scheduler.forecast import (
@@ -56,6 +56,7 @@ def test_a_queue_has_gone_on_since_its_view():
     assert view.wait_s(-1.0) == 7.0, "a view from the future is not older than now"
 
 
+@settings(max_examples=60)
 @given(st.integers(0, 50), st.floats(0, 100), st.floats(0, 100), st.floats(0, 50))
 def test_more_work_never_means_a_shorter_wait(busy, waiting_s, more_s, age_s):
     def wait_s(work_s: float) -> float:

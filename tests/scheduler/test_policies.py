@@ -1,10 +1,10 @@
 """Each policy chooses as it says, and none chooses a cluster that cannot serve."""
 
 from dataclasses import replace
-from math import exp, inf, sqrt
+from math import exp, inf, isfinite, nan, sqrt
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.scheduler.forecast import (
@@ -68,6 +68,7 @@ def test_a_decision_says_where_and_why(name, tokens, remote, reason):
     assert decision.predicted_ttft_s == pytest.approx(rate.prefill_s(tokens), abs=0.3)
 
 
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(POLICIES),
     tokens=st.integers(1, 200_000),
@@ -184,11 +185,102 @@ def test_the_threshold_keeps_its_bounds_and_is_the_given_one_without_a_choice():
     assert adapted(view(local=PrefillView(num_instances=0))) == 1000
 
 
-@pytest.mark.parametrize("threshold", [0.0, 1.0, -5.0, 1e18])
+@pytest.mark.parametrize("threshold", [0.0, 1.0, -5.0, 1e18, inf, -inf])
 def test_a_threshold_at_the_edge_is_one_side_for_all(threshold):
     policy = Static(profiles=PROFILES, threshold_tokens=threshold)
     decision = policy.decide(Prompt(num_tokens=2), view(), 0.0)
     assert decision.remote == (None if threshold > 2 else 0)
+
+
+SLO_S = 10.0
+
+
+def slo_decision(
+    tokens: int, *, here_s: float, there_s: float, waited_s: float = 0.0, **link: float
+):
+    """Decide with an SLO, behind so many seconds on both sides."""
+    here = PrefillView(num_instances=1, num_busy=int(here_s > 0), residual_work_s=here_s)
+    seen = view(local=here, queue_s=there_s, link=replace(LINK, **link))
+    policy = Predictive(profiles=PROFILES, ttft_slo_s=SLO_S)
+    return policy.decide(Prompt(num_tokens=tokens, arrived_s=-waited_s), seen, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "here_s", "there_s", "waited_s", "remote", "reason"),
+    [
+        (1_000, 0.0, 0.0, 0.0, 0, "earlier"),
+        (1_000, 7.9, 30.0, 0.0, None, "earlier"),
+        (1_000, 8.1, 30.0, 0.0, None, "held"),
+        (1_000, 30.0, 30.0, 0.0, None, "held"),
+        (1_000, 30.0, 8.0, 0.0, 0, "earlier"),
+        (1_000, 30.0, 8.0, 1.0, None, "held"),
+        (1_000, 30.0, 0.0, 8.9, 0, "late"),
+        (1_000, 0.0, 30.0, 99.0, None, "late"),
+        (120_000, 0.0, 30.0, 0.0, None, "late"),
+        (120_000, 5.0, 30.0, 0.0, None, "held"),
+    ],
+)
+def test_with_an_slo_a_prompt_goes_where_it_is_in_time_or_where_nobody_waits(
+    tokens, here_s, there_s, waited_s, remote, reason
+):
+    decision = slo_decision(tokens, here_s=here_s, there_s=there_s, waited_s=waited_s)
+    assert (decision.remote, decision.reason) == (remote, reason)
+    assert decision.is_held == (reason == "held")
+
+
+def test_a_cheaper_cluster_that_is_too_late_gives_way():
+    waiting = PrefillView(num_instances=1, num_busy=1, num_waiting=20, residual_work_s=5.0)
+    policy = Predictive(profiles=PROFILES, ttft_slo_s=SLO_S)
+    asked = Prompt(num_tokens=1_000, arrived_s=0.0)
+    decision = policy.decide(asked, view(local=waiting, queue_s=9.0), 0.0)
+    assert (decision.remote, decision.reason) == (None, "within_slo")
+
+
+def test_a_late_prompt_waits_for_the_link_too():
+    full = {"bytes_per_s": 1e8, "backlog_bytes": 1e9}
+    assert slo_decision(90_000, here_s=30.0, there_s=0.0, waited_s=9.0, **full).is_held
+    assert slo_decision(90_000, here_s=30.0, there_s=0.0, waited_s=9.0).reason == "late"
+
+
+def test_what_has_to_go_is_not_held():
+    seen = view(local=PrefillView(num_instances=1, num_busy=1, residual_work_s=99), queue_s=99.0)
+    decision = Predictive(profiles=PROFILES, ttft_slo_s=SLO_S).decide(
+        Prompt(num_tokens=1_000), seen, 0.0
+    )
+    assert not decision.is_held
+
+
+@pytest.mark.parametrize(
+    ("slo_s", "reason"),
+    [(None, "earlier"), (1e18, "earlier"), (inf, "earlier"), (32.0, "held"), (1e-9, "held")],
+)
+def test_an_slo_at_the_edge_holds_all_or_none(slo_s, reason):
+    policy = make_policy("predictive", profiles=PROFILES, threshold_tokens=1.0, ttft_slo_s=slo_s)
+    seen = view(local=PrefillView(num_instances=1, num_busy=1, residual_work_s=30), queue_s=30.0)
+    decision = policy.decide(Prompt(num_tokens=10_000, arrived_s=0.0), seen, 0.0)
+    assert decision.reason == reason
+
+
+@pytest.mark.parametrize("slo_s", [0.0, -1.0, nan])
+def test_an_slo_that_nothing_keeps_is_refused(slo_s):
+    with pytest.raises(ValueError, match="an SLO of"):
+        make_policy("predictive", profiles=PROFILES, threshold_tokens=1.0, ttft_slo_s=slo_s)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_threshold_that_is_no_number_is_refused(name):
+    with pytest.raises(ValueError, match="no number"):
+        make_policy(name, profiles=PROFILES, threshold_tokens=nan)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, nan])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_link_without_a_rate_is_an_outage(name, bad):
+    decision = make(name).decide(
+        Prompt(num_tokens=50_000), view(link=LinkView(bytes_per_s=bad)), 0.0
+    )
+    assert decision.remote is None
+    assert isfinite(decision.predicted_ttft_s)
 
 
 def test_an_unknown_policy_is_named():

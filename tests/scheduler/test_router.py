@@ -525,7 +525,7 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 TestRouterMachine = RouterMachine.TestCase
-TestRouterMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestRouterMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 def test_check_notices_a_count_that_no_route_explains():
