@@ -2,7 +2,7 @@
 """Measures a routing decision over a directory of a million blocks and 100 nodes.
 
     scripts/bench/route.py --json
-    scripts/bench/route.py --scattered        # states serve only their own places: no bisection
+    scripts/bench/route.py --places           # of a model with states: it is continued where there is one
 
 A decision is the lookup of the longest prefix that each node has, and `Router.route` over all nodes; the
 keys of the prompt's blocks are given. Half of the prompts go on from a conversation that some node has,
@@ -30,6 +30,7 @@ BLOCK_TOKENS = 64
 PROMPTS = {"1K": 1_024, "27K": 27_648, "128K": 131_072}
 SYSTEM_BLOCKS = 32
 EVENT_KEYS = 256
+PLACE_EVERY = 16
 KV_BYTES_PER_TOKEN = 17_280
 
 
@@ -44,7 +45,13 @@ def filled(
         for start in range(0, len(keys), EVENT_KEYS):
             sequences[node] += 1
             added = tuple(keys[start : start + EVENT_KEYS])
-            told = BlockEvent(node=node, epoch=1, sequence=sequences[node], added=added)
+            told = BlockEvent(
+                node=node,
+                epoch=1,
+                sequence=sequences[node],
+                added=added,
+                places_added=added[PLACE_EVERY - 1 :: PLACE_EVERY],
+            )
             assert directory.apply(told), "news"
 
     for node in nodes[::2]:
@@ -139,13 +146,13 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=100)
     parser.add_argument("--prompts", type=int, default=5_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scattered", action="store_true", help="no block stands for those before")
+    parser.add_argument("--places", action="store_true", help="continue only at every 16th block")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     random = Random(given.seed)
     nodes = [f"node-{index:03d}" for index in range(given.nodes)]
     before = resident_bytes()
-    directory = Directory(block_tokens=BLOCK_TOKENS, is_closed=not given.scattered)
+    directory = Directory(block_tokens=BLOCK_TOKENS, has_places=given.places)
     deepest = max(PROMPTS.values()) // BLOCK_TOKENS
     chains = filled(directory, random, num_blocks=given.blocks, nodes=nodes, deepest=deepest)
     router = fleet(nodes, random)

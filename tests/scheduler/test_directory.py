@@ -1,5 +1,7 @@
 """The directory knows what nodes said, notices what it missed, and finds the longest prefix of each."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ def event(node: str, sequence: int, added=(), removed=(), epoch: int = 1) -> Blo
 
 
 def closed(**lengths: int) -> Directory:
-    directory = Directory(block_tokens=1, is_closed=True)
+    directory = Directory(block_tokens=1)
     for node, length in lengths.items():
         directory.apply(event(node, 1, KEYS[:length]))
     return directory
@@ -27,28 +29,46 @@ def closed(**lengths: int) -> Directory:
 @given(
     lengths=st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 40)),
     asked=st.integers(0, 40),
-    is_closed=st.booleans(),
 )
-def test_a_lookup_is_the_longest_prefix_of_each_node(lengths, asked, is_closed):
-    directory = Directory(block_tokens=1, is_closed=is_closed)
-    for node, length in lengths.items():
-        directory.apply(event(node, 1, KEYS[:length]))
+def test_a_lookup_is_the_longest_prefix_of_each_node(lengths, asked):
     expected = {node: min(length, asked) for node, length in lengths.items()}
-    assert directory.lookup(KEYS[:asked]) == {n: length for n, length in expected.items() if length}
+    assert closed(**lengths).lookup(KEYS[:asked]) == {n: m for n, m in expected.items() if m}
 
 
-@settings(max_examples=30)
-@given(st.dictionaries(st.sampled_from("abcd"), st.sets(st.integers(0, 39)), max_size=4))
-def test_places_that_stand_alone_are_found_by_the_last_one(held):
-    directory = Directory(block_tokens=1, is_closed=False)
-    for node, places in held.items():
-        directory.apply(event(node, 1, [KEYS[i] for i in places]))
-    expected = {node: max(places) + 1 for node, places in held.items() if places}
-    assert directory.lookup(KEYS) == expected
+@settings(max_examples=50)
+@given(
+    held=st.dictionaries(
+        st.sampled_from("abcd"), st.tuples(st.integers(0, 40), st.sets(st.integers(1, 40)))
+    ),
+    asked=st.integers(0, 40),
+)
+def test_with_places_a_lookup_is_the_last_one_within_the_blocks(held, asked):
+    directory = Directory(block_tokens=1, has_places=True)
+    expected = {}
+    for node, (length, places) in held.items():
+        told = event(node, 1, KEYS[:length])
+        directory.apply(replace(told, places_added=tuple(KEYS[i - 1] for i in places)))
+        expected[node] = max((i for i in places if i <= min(length, asked)), default=0)
+    assert directory.lookup(KEYS[:asked]) == {n: m for n, m in expected.items() if m}
+
+
+def test_a_place_that_left_is_found_no_more():
+    directory = Directory(block_tokens=1, has_places=True)
+    directory.apply(replace(event("a", 1, KEYS[:9]), places_added=(KEYS[3], KEYS[7])))
+    assert directory.lookup(KEYS) == {"a": 8}
+    directory.apply(replace(event("a", 2), places_removed=(KEYS[7],)))
+    assert directory.lookup(KEYS) == {"a": 4}
+    directory.replace(
+        Snapshot(node="a", epoch=1, sequence=2, keys=tuple(KEYS[:9]), places=(KEYS[0],))
+    )
+    assert directory.lookup(KEYS) == {"a": 1}
+    directory.forget("a")
+    assert directory.lookup(KEYS) == {}
+    directory.check()
 
 
 def test_a_length_is_in_tokens():
-    directory = Directory(block_tokens=64, is_closed=True)
+    directory = Directory(block_tokens=64)
     directory.apply(event("a", 1, KEYS[:3]))
     assert directory.lookup(KEYS) == {"a": 192}
 
@@ -56,7 +76,7 @@ def test_a_length_is_in_tokens():
 def test_another_prompt_has_nothing_in_common():
     assert closed(a=3).lookup([b"x" * 32, KEYS[1]]) == {}
     assert closed(a=3).lookup([]) == {}
-    assert Directory(block_tokens=1, is_closed=True).lookup(KEYS) == {}
+    assert Directory(block_tokens=1).lookup(KEYS) == {}
 
 
 def test_a_repeated_event_tells_nothing():
@@ -81,7 +101,7 @@ def test_a_gap_is_noticed_and_a_snapshot_makes_it_good():
 
 
 def test_a_node_that_is_joined_midway_needs_a_snapshot():
-    directory = Directory(block_tokens=1, is_closed=True)
+    directory = Directory(block_tokens=1)
     assert not directory.needs_snapshot("a")
     directory.apply(event("a", 7, KEYS[:1]))
     assert directory.needs_snapshot("a")
@@ -110,7 +130,7 @@ def test_a_forgotten_node_leaves_nothing_and_its_place_is_used_again():
 
 @pytest.mark.parametrize(("limit", "credited"), [(0, 0), (1, 1), (4, 4), (5, 5), (6, 5)])
 def test_a_node_is_credited_with_no_more_keys_than_the_limit(limit, credited):
-    directory = Directory(block_tokens=1, is_closed=True, max_keys_per_node=limit)
+    directory = Directory(block_tokens=1, max_keys_per_node=limit)
     directory.apply(event("a", 1, KEYS[:5]))
     assert (directory.num_keys, directory.num_refused) == (credited, 5 - credited)
     directory.apply(event("a", 2, KEYS[:credited]))
@@ -119,7 +139,7 @@ def test_a_node_is_credited_with_no_more_keys_than_the_limit(limit, credited):
 
 
 def test_a_node_too_many_is_not_taken_until_one_leaves():
-    directory = Directory(block_tokens=1, is_closed=True, max_nodes=1)
+    directory = Directory(block_tokens=1, max_nodes=1)
     assert directory.apply(event("a", 1, KEYS[:1]))
     assert not directory.apply(event("b", 1, KEYS[:2]))
     assert not directory.replace(Snapshot(node="b", epoch=1, sequence=1, keys=tuple(KEYS)))
@@ -131,9 +151,9 @@ def test_a_node_too_many_is_not_taken_until_one_leaves():
 class DirectoryMachine(RuleBasedStateMachine):
     """Nodes whose events are lost, repeated and late; a model of what each one has said."""
 
-    @initialize(is_closed=st.booleans())
-    def start(self, is_closed):
-        self.directory = Directory(block_tokens=1, is_closed=is_closed)
+    @initialize()
+    def start(self):
+        self.directory = Directory(block_tokens=1)
         self.caches: dict[str, tuple[int, int, set[bytes]]] = {node: (1, 0, set()) for node in "ab"}
 
     @rule(
