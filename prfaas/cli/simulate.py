@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from prfaas.config.traces import TraceRequest
 
 MAX_REQUESTS = 100_000_000
+MAX_RECORDED = 1_000_000
 
 
 @click.command(short_help="Simulate deployments of a plan, request by request.")
@@ -61,7 +62,23 @@ MAX_REQUESTS = 100_000_000
     "plot_path",
     metavar="FILE.svg|png",
     type=click.Path(path_type=Path),
-    help="Draw TTFT over the rate; PNG needs the extra `plot`.",
+    help="Draw TTFT over the rate, or of one run how TTFT and backlog were; PNG needs `plot`.",
+)
+@click.option(
+    "--chrome-trace",
+    "trace_events_path",
+    metavar="FILE.json",
+    type=click.Path(path_type=Path),
+    help="Write what happened, for Perfetto; needs --rate or --trace.",
+)
+@click.option(
+    "--chrome-trace-requests",
+    "num_recorded",
+    metavar="N",
+    type=click.IntRange(1, MAX_RECORDED),
+    default=1_000,
+    show_default=True,
+    help="Of each run, the first ones are in it.",
 )
 def simulate(
     config_path: Path,
@@ -72,6 +89,8 @@ def simulate(
     seed: int,
     num_requests: int,
     plot_path: Path | None,
+    trace_events_path: Path | None,
+    num_recorded: int,
     *,
     as_json: bool,
 ) -> None:
@@ -86,11 +105,14 @@ def simulate(
     from prfaas.errors import ConfigError
     from prfaas.scheduler.policies import as_policy
     from prfaas.sim.chart_file import write_charts
+    from prfaas.sim.chrome_trace import write_trace
     from prfaas.sim.simulation import Simulation
-    from prfaas.sim.simulation_charts import load_charts
+    from prfaas.sim.simulation_charts import load_charts, run_charts
     from prfaas.sim.simulation_report import report
 
+    has_runs = trace_path is not None or rate_rps is not None
     _check_options(trace_path, rate_factor, rate_rps, plot_path)
+    _check_trace_events(trace_events_path, has_runs=has_runs)
     file = read_plan_file(config_path)
     trace = None if trace_path is None else _trace(trace_path)[:num_requests]
     chosen = [as_policy(name) for name in dict.fromkeys(policies)]
@@ -98,7 +120,12 @@ def simulate(
         raise ConfigError(f"--policy: {config_path} has no deployment of the kind prfaas")
     with shown_progress() as progress:
         simulation = Simulation(
-            file, policies=chosen, num_requests=num_requests, seed=seed, progress=progress
+            file,
+            policies=chosen,
+            num_requests=num_requests,
+            seed=seed,
+            progress=progress,
+            num_recorded=0 if trace_events_path is None else num_recorded,
         )
         if trace is not None:
             found = simulation.of_trace(trace, rate_factor)
@@ -107,7 +134,9 @@ def simulate(
         else:
             found = simulation.capacities()
     if plot_path is not None:
-        write_charts(load_charts(found), plot_path)
+        write_charts(run_charts(found) if has_runs else load_charts(found), plot_path)
+    if trace_events_path is not None:
+        write_trace(simulation.recorders, trace_events_path)
     num_simulated = num_requests if trace is None else len(trace)
     facts = report(file, found, seed=seed, num_requests=num_simulated)
     if as_json:
@@ -117,6 +146,20 @@ def simulate(
         click.echo(line)
     if plot_path is not None:
         click.echo(f"drawn in {plot_path}")
+    if trace_events_path is not None:
+        click.echo(f"open {trace_events_path} in https://ui.perfetto.dev")
+
+
+def _check_trace_events(path: Path | None, *, has_runs: bool) -> None:
+    """Raise ConfigError where there would be no run to record, or no place for the file."""
+    from prfaas.errors import ConfigError
+
+    if path is None:
+        return
+    if not has_runs:
+        raise ConfigError("--chrome-trace: records single runs; add --rate or --trace")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--chrome-trace {path}: there is no directory {path.parent}")
 
 
 def _check_options(
@@ -134,8 +177,6 @@ def _check_options(
     if trace_path is None and rate_factor != 1:
         raise ConfigError("--rate-factor: only a trace has a rate to change; use --rate")
     if plot_path is not None:
-        if rate_rps is not None or trace_path is not None:
-            raise ConfigError("--plot: draws TTFT over the rate; leave out --rate and --trace")
         check_chart_path(plot_path)
 
 

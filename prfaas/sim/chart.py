@@ -9,6 +9,8 @@ WIDTH, HEIGHT = 560, 380
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 40, 92
 COLOURS = ("#0b6e99", "#c2571a", "#4c8c2b", "#222222")
 DASHES = ("", "6 3", "2 3", "")
+LEGEND_ROWS, ROW = 2, 18
+"""Lines of names that HEIGHT has room for, two names each, and what one more takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +37,10 @@ class Chart:
 
 def svg(charts: Sequence[Chart]) -> str:
     """Return one SVG document with the charts in a row."""
+    rows = max((len(chart.series) + 1) // 2 for chart in charts)
+    height = HEIGHT + ROW * max(0, rows - LEGEND_ROWS)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH * len(charts)}" height="{HEIGHT}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH * len(charts)}" height="{height}"'
         ' font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
@@ -92,14 +96,14 @@ def _chart(chart: Chart) -> Iterator[str]:
         yield _text(x_at(chart.marked_x) + offset, TOP + 12, chart.mark_label, anchor)
     for index, line in enumerate(chart.series):
         colour = COLOURS[index % len(COLOURS)]
-        dash = DASHES[index % len(DASHES)]
+        dash = DASHES[(index + index // len(COLOURS)) % len(DASHES)]
         for run in _runs(line, chart.y_max):
             points = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in run)
             yield (
                 f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"'
                 f' stroke-dasharray="{dash}"/>'
             )
-        x, y = LEFT + 240 * (index % 2), bottom + 56 + 18 * (index // 2)
+        x, y = LEFT + 240 * (index % 2), bottom + 56 + ROW * (index // 2)
         yield _line(x, y - 4, x + 22, y - 4, colour, dash)
         yield _text(x + 28, y, line.name, "start")
 

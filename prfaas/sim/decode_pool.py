@@ -35,6 +35,7 @@ class _Seat:
     def end(self) -> None:
         """Give the place back: it has all its tokens."""
         self._pool.left(self._index, self)
+        self.place = None  # it refers to this
         self._on_done()
 
 
@@ -122,6 +123,7 @@ class DecodePool:
                 assert seat.place is not None, "taken as it came"
                 left = _tokens_left(server, seat.place)
                 _withdraw(server, seat.place)
+                seat.place = None
                 seat.on_lost(left)
         return up[:num_instances]
 

@@ -59,7 +59,7 @@ class RemotePrefill:
     def lose(self) -> None:
         """Give it up because its instance is gone, and say so."""
         self._leave()
-        self._on_ended("transfer_failed")
+        self._end("transfer_failed")
 
     def _started(self) -> None:
         self.transfer.begin(self._service_s)
@@ -69,11 +69,16 @@ class RemotePrefill:
         self.transfer.finish()
 
     def _arrived(self) -> None:
-        self._on_ended("completed")
+        self._end("completed")
 
     def _given_up(self, verdict: Verdict) -> None:
         self._leave()
-        self._on_ended("peer_stuck" if verdict == "stuck" else "slower_than_local")
+        self._end("peer_stuck" if verdict == "stuck" else "slower_than_local")
+
+    def _end(self, outcome: Outcome) -> None:
+        self._on_ended(outcome)
+        self.job = None  # it refers to this, as the transfer does
+        del self.transfer
 
     def _leave(self) -> None:
         """Take it out of queue, service and link."""
@@ -104,7 +109,8 @@ class RemoteCluster:
         self._rtt_s = link.rtt_s
         self._options = options
         self._on_report = on_report
-        self._is_reporting = False
+        self.is_at_rest = True
+        """Whether no report is under way, nor needed."""
         self.station = Station(events, num_servers=num_instances)
         self.link = KvLink(events, link, streams=options.streams, changes=options.link)
         self.cache = PrefixLru(capacity_tokens=options.prfaas_cache_tokens)
@@ -122,11 +128,6 @@ class RemoteCluster:
                 egress_bytes_per_s=self.link.egress_bytes_per_s(),
             ),
         )
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Return whether no report is under way, nor needed."""
-        return not self._is_reporting
 
     def transfer(
         self,
@@ -160,8 +161,8 @@ class RemoteCluster:
         self.link.check()
 
     def _wake(self) -> None:
-        if not self._is_reporting:
-            self._is_reporting = True
+        if self.is_at_rest:
+            self.is_at_rest = False
             self._events.after(self._options.view_period_s, self._report)
 
     def _report(self) -> None:
@@ -171,7 +172,7 @@ class RemoteCluster:
         if has_work or has_egress:
             self._events.after(self._options.view_period_s, self._report)
         else:
-            self._is_reporting = False
+            self.is_at_rest = True
         self._events.after(self._options.view_delay_s, partial(self._on_report, view))
 
 

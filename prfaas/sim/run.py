@@ -1,17 +1,22 @@
 """Runs a deployment over requests, and says what became of them."""
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from math import ceil, fsum
+from math import ceil, fsum, inf
 
 from prfaas.config.simulation_table import SimulationOptions
 from prfaas.config.traces import TraceRequest
 from prfaas.scheduler.planner import Plan
 from prfaas.scheduler.policies import PolicyName
 from prfaas.scheduler.throughput import ThroughputModel
+from prfaas.sim.chrome_trace import Recorder
 from prfaas.sim.deployment import Deployment
 
+CURVE_POINTS = 100
+"""Of each curve of a run, at most."""
 SLICE_ACTIONS = 50_000
 """Between two looks at the progress."""
 OnProgress = Callable[[int], object]
@@ -49,6 +54,10 @@ class Run:
     prediction_error_s: float
     """Mean distance between predicted and actual TTFT."""
     reasons: dict[str, int]
+    ttft_curve_s: tuple[float, ...]
+    """CURVE_POINTS quantiles, from the least one on."""
+    backlog_curve: tuple[tuple[float, float], ...]
+    """(when, requests in the system), of equally many arrivals each, on average."""
 
 
 def simulate(
@@ -60,11 +69,14 @@ def simulate(
     options: SimulationOptions,
     seed: int,
     on_progress: OnProgress | None = None,
+    recorder: Recorder | None = None,
 ) -> Run:
     """Return what became of all requests. Without any, raises ValueError."""
     if not requests:
         raise ValueError("no request to simulate")
-    deployment = Deployment(model, plan, policy=policy, options=options, seed=seed)
+    deployment = Deployment(
+        model, plan, policy=policy, options=options, seed=seed, recorder=recorder
+    )
     deployment.start(requests)
     last_s = requests[-1].arrival_s
     run_until(deployment, last_s, on_progress)
@@ -73,7 +85,7 @@ def simulate(
     busy_s = sum(remote.station.busy_s for remote in deployment.remotes)
     prfaas_busy = _share(busy_s, plan.shape.num_prfaas * loaded_s)
     prefill_busy = _share(deployment.prefill.busy_s, plan.shape.num_prefill * loaded_s)
-    deployment.events.run()
+    run_until(deployment, inf)
     deployment.check()
     tally = deployment.tally
     assert tally.num_done == len(requests), "nothing is left to happen, yet a request is not done"
@@ -99,6 +111,8 @@ def simulate(
         num_conversions=deployment.num_conversions,
         prediction_error_s=fsum(map(abs, tally.errors_s)) / len(tally.errors_s),
         reasons=dict(sorted(tally.reasons.items())),
+        ttft_curve_s=tuple(quantile(ttfts_s, i / CURVE_POINTS) for i in range(CURVE_POINTS)),
+        backlog_curve=tuple(_backlog_curve(requests, tally.backlogs)),
     )
 
 
@@ -111,18 +125,43 @@ def run_until(
 ) -> None:
     """Run until a moment, or until it is enough; looks after every SLICE_ACTIONS actions."""
     events = deployment.events
-    while True:
-        before = events.num_run
-        events.run(until_s=until_s, max_actions=SLICE_ACTIONS)
-        if on_progress is not None:
-            on_progress(deployment.tally.num_arrived)
-        if events.num_run - before < SLICE_ACTIONS or is_enough():
-            return
+    with _no_collections():
+        while True:
+            before = events.num_run
+            events.run(until_s=until_s, max_actions=SLICE_ACTIONS)
+            if on_progress is not None:
+                on_progress(deployment.tally.num_arrived)
+            if events.num_run - before < SLICE_ACTIONS or is_enough():
+                return
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Let no garbage collection go over all requests again and again: it took a third of a run.
+
+    What a run is done with goes with its last reference; it leaves no cycles.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def quantile(ascending: Sequence[float], fraction: float) -> float:
     """Return the least value that at least this share does not exceed."""
     return ascending[max(0, ceil(fraction * len(ascending) - 1e-9) - 1)]
+
+
+def _backlog_curve(
+    requests: Sequence[TraceRequest], backlogs: Sequence[int]
+) -> Iterator[tuple[float, float]]:
+    size = ceil(len(backlogs) / CURVE_POINTS)
+    for start in range(0, len(backlogs), size):
+        part = backlogs[start : start + size]
+        yield requests[start].arrival_s, sum(part) / len(part)
 
 
 def _share(busy_s: float, available_s: float) -> float | None:

@@ -11,6 +11,7 @@ from prfaas.scheduler.planner import Plan
 from prfaas.scheduler.policies import PolicyName
 from prfaas.sim.arrivals import scaled
 from prfaas.sim.capacity import capacities, unit_requests
+from prfaas.sim.chrome_trace import Recorder
 from prfaas.sim.deployment import own_policy
 from prfaas.sim.run import Run, simulate
 
@@ -65,12 +66,17 @@ class Simulation:
         num_requests: int,
         seed: int,
         progress: Progress,
+        num_recorded: int = 0,
     ) -> None:
+        """Say what is simulated; the first `num_recorded` requests of each run are recorded."""
         self._file = file
         self._policies = tuple(policies)
         self._num_requests = num_requests
         self._seed = seed
         self._progress = progress
+        self._num_recorded = num_recorded
+        self.recorders: dict[str, Recorder] = {}
+        """Deployment and policy -> what was recorded."""
 
     def capacities(self) -> dict[str, Simulated]:
         """Return each deployment's capacity, and how it does at LOADS of it.
@@ -161,6 +167,9 @@ class Simulation:
         policy: PolicyName,
     ) -> Load:
         stage = f"{name}: {policy} at {rate_rps:.3g} req/s"
+        recorder = None
+        if self._num_recorded:
+            recorder = self.recorders[f"{name} {policy}"] = Recorder(self._num_recorded)
         self._progress(stage, 0, len(requests))
         run = simulate(
             self._file.model,
@@ -170,5 +179,6 @@ class Simulation:
             options=self._file.simulation,
             seed=self._seed,
             on_progress=lambda done: self._progress(stage, done, len(requests)),
+            recorder=recorder,
         )
         return Load(rate_rps=rate_rps, fraction=fraction, run=run)

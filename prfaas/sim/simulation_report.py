@@ -8,6 +8,8 @@ from prfaas.config.plan_file import PlanFile
 from prfaas.sim.plan_report import relative_error
 from prfaas.sim.simulation import Load, Simulated
 
+CURVES = ("ttft_curve_s", "backlog_curve")
+"""What of a run is for charts alone."""
 Report = dict[str, Any]
 PUBLISHED_AS = {
     "throughput_rps": "lambda_max_rps",
@@ -89,4 +91,7 @@ def _gains(file: PlanFile, deployments: Mapping[str, Report]) -> Report:
 
 
 def _load(load: Load) -> Report:
-    return {"rate_rps": load.rate_rps, "fraction_of_capacity": load.fraction, **asdict(load.run)}
+    facts = {"rate_rps": load.rate_rps, "fraction_of_capacity": load.fraction, **asdict(load.run)}
+    for curve in CURVES:
+        del facts[curve]
+    return facts

@@ -51,6 +51,7 @@ class Transfer:
         self._arrived_bytes = 0.0
         self._share: Share | None = None
         self._began_s = self._prefill_s = self._computed_every_s = 0.0
+        self._sent_s = self._heard_s = -inf
         self._monitor: TransferMonitor | None = None
         self._is_looking = False
         self._is_gone = False
@@ -66,18 +67,7 @@ class Transfer:
 
     def begin(self, prefill_s: float) -> None:
         """Let the pieces be computed from now on, evenly over the prefill; the last is `finish`."""
-        now_s = self._events.now_s
-        self._began_s, self._prefill_s = now_s, prefill_s
-        num_bytes = int(self._num_bytes)
-        self._monitor = TransferMonitor(
-            started_s=now_s,
-            num_tokens=self._num_tokens,
-            tokens_done=0,
-            num_kv_bytes=num_bytes,
-            num_streamed_bytes=num_bytes,
-            local_estimate_s=self._local_estimate_s,
-            stall_timeout_s=self._stall_timeout_s,
-        )
+        self._began_s, self._prefill_s = self._events.now_s, prefill_s
         self._link.watch(self._link_changed)
         self._computed_every_s = prefill_s / self._pieces_left
         if self._pieces_left > 1:
@@ -100,10 +90,12 @@ class Transfer:
         self._leave()
         if self._share is not None:
             self._link.give_up(self._share)
+            self._share = None
 
     def _leave(self) -> None:
         self._is_gone = True
         self._link.unwatch(self._link_changed)
+        self._monitor = None
 
     def _computed(self) -> None:
         if self._is_gone or self._pieces_left <= 1:
@@ -118,10 +110,9 @@ class Transfer:
         if self._share is None:
             num_bytes, self._pending_bytes = self._pending_bytes, 0.0
             self._share = self._link.send(num_bytes, self._sent)
+            self._sent_s = self._events.now_s
             if self.first_sent_s is None:
-                self.first_sent_s = self._events.now_s
-            if not self._link.is_down:
-                self._hear()
+                self.first_sent_s = self._sent_s
 
     def _sent(self) -> None:
         assert self._share is not None, "something was under way"
@@ -133,21 +124,50 @@ class Transfer:
             self._leave()
             self._on_arrived()
 
+    def _watched(self) -> TransferMonitor:
+        """Return the monitor; there is none before it is asked anything."""
+        if self._monitor is None:
+            num_bytes = int(self._num_bytes)
+            self._monitor = TransferMonitor(
+                started_s=self._began_s,
+                num_tokens=self._num_tokens,
+                tokens_done=0,
+                num_kv_bytes=num_bytes,
+                num_streamed_bytes=num_bytes,
+                local_estimate_s=self._local_estimate_s,
+                stall_timeout_s=self._stall_timeout_s,
+            )
+        return self._monitor
+
     def _hear(self) -> None:
-        """Tell the monitor what has come until now; with nothing under way, the link keeps up."""
-        assert self._monitor is not None, "it has begun"
+        """Tell the monitor what has come until now; with nothing under way, the link keeps up.
+
+        Of what is under way it hears from the moment on that it was sent.
+        """
         now_s = self._events.now_s
-        tokens_done = self._num_tokens
-        if self._pieces_left:
-            done = (now_s - self._began_s) / self._prefill_s if self._prefill_s else 1.0
-            tokens_done = min(tokens_done, int(tokens_done * done))
         if self._share is None:
+            tokens_done = self._tokens_done(now_s)
             num_bytes = int(self._num_bytes) * tokens_done // self._num_tokens
-        else:
-            under_way = self._share.amount - self._link.bytes_left(self._share)
-            num_bytes = int(self._arrived_bytes + under_way)
-        self._monitor.progressed(
-            now_s=now_s, num_bytes=num_bytes, tokens_done=tokens_done, tokens_ahead=0
+            self._progressed(now_s, tokens_done, num_bytes)
+            return
+        if self._sent_s > self._heard_s and not self._link.is_down:
+            self._progressed(
+                self._sent_s, self._tokens_done(self._sent_s), int(self._arrived_bytes)
+            )
+        under_way = self._share.amount - self._link.bytes_left(self._share)
+        self._progressed(now_s, self._tokens_done(now_s), int(self._arrived_bytes + under_way))
+
+    def _tokens_done(self, at_s: float) -> int:
+        """Return what is computed at a moment, not before the last piece began to be sent."""
+        passed_s = at_s - self._began_s
+        if passed_s >= self._prefill_s or not self._pieces_left:
+            return self._num_tokens
+        return int(self._num_tokens * passed_s / self._prefill_s)
+
+    def _progressed(self, at_s: float, tokens_done: int, num_bytes: int) -> None:
+        self._heard_s = at_s
+        self._watched().progressed(
+            now_s=at_s, num_bytes=num_bytes, tokens_done=tokens_done, tokens_ahead=0
         )
 
     def _look_after(self, delay_s: float) -> None:
@@ -180,8 +200,7 @@ class Transfer:
                 self._events.after(self._stall_timeout_s, self._judge_stall)
 
     def _judge(self) -> None:
-        assert self._monitor is not None, "it has begun"
-        verdict = self._monitor.verdict(self._events.now_s)
+        verdict = self._watched().verdict(self._events.now_s)
         if verdict != "wait":
             self.give_up()
             self._on_given_up(verdict)
