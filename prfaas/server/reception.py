@@ -105,7 +105,8 @@ class Reception:
                     raise ProtocolError(f"logits of {len(frame.payload)} bytes")
                 self._generation.first_logits = frame.payload
             case FrameType.PROGRESS:
-                self.tokens_done, self.tokens_ahead = decode_progress(frame.payload)
+                tokens_done, self.tokens_ahead = decode_progress(frame.payload)
+                self.tokens_done = max(self.tokens_done, tokens_done)
             case _:
                 raise ProtocolError(f"{frame.header.type.name} frame from the sender")
 
@@ -121,6 +122,8 @@ class Reception:
         record.tokens_reused = attempt.base_tokens
         record.tokens_remote = record.prompt_tokens - attempt.base_tokens
         record.exact = record.exact and attempt.is_exact
+        # Drawn behind the whole prompt: a PROGRESS that says so may never be sent.
+        self.tokens_done, self.tokens_ahead = record.prompt_tokens, 0
         for event in events:
             generation.put(event)
 
