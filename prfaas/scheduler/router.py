@@ -274,11 +274,11 @@ class Router:
         """
         old = self._peers[peer]
         is_waiting = old.retry_at_s is not None and now_s < old.retry_at_s
-        state = old.state
-        if not is_ready:
+        state: PeerState = "ready" if is_ready else "not_ready"
+        if is_ready and is_waiting and old.state == "overloaded":
+            state = "overloaded"
+        elif is_ready and is_waiting and old.num_failures > 1:
             state = "down"
-        elif not (is_waiting and (old.state == "overloaded" or old.num_failures > 1)):
-            state = "ready"
         self._peers[peer] = replace(
             old,
             state=state,
@@ -286,7 +286,6 @@ class Router:
             num_queue_tokens=max(0, num_queue_tokens),
             num_silences=0,
             reported_tokens_per_s=known_rate(prefill_tokens_per_s),
-            retry_at_s=old.retry_at_s if is_ready else _later(old, now_s),
         )
 
     def measured(self, peer: str, *, rtt_s: float | None) -> None:
@@ -319,7 +318,8 @@ def _after(
         case "cancelled" | "pool_full" | "prompt_refused" | "peer_lacks_prefix":
             return peer
         case "completed":
-            state: PeerState = "incompatible" if peer.state == "incompatible" else "ready"
+            is_out = peer.state in ("incompatible", "not_ready")
+            state: PeerState = peer.state if is_out else "ready"
             return replace(peer, state=state, heard_s=now_s, num_failures=0)
         case "peer_incompatible":
             return replace(peer, state="incompatible", heard_s=now_s)
@@ -334,7 +334,7 @@ def _after(
 
 
 def _overloaded(peer: PeerView, now_s: float, wait_s: float) -> PeerView:
-    if peer.state in ("down", "incompatible"):
+    if peer.state in ("down", "not_ready", "incompatible"):
         return peer
     wait_s = min(max(wait_s, 0.0), MAX_BACKOFF_S)
     return replace(peer, state="overloaded", heard_s=now_s, retry_at_s=now_s + wait_s)
@@ -346,7 +346,8 @@ def _failed(peer: PeerView, started_s: float, now_s: float) -> PeerView:
         return peer
     if peer.failed_s is None or started_s >= peer.failed_s:
         peer = replace(peer, num_failures=peer.num_failures + 1, failed_s=now_s)
-    return replace(peer, state="down", retry_at_s=_later(peer, now_s))
+    state: PeerState = "not_ready" if peer.state == "not_ready" else "down"
+    return replace(peer, state=state, retry_at_s=_later(peer, now_s))
 
 
 def _later(peer: PeerView, now_s: float) -> float:

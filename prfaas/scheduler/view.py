@@ -9,7 +9,8 @@ from typing import Literal
 
 from prfaas.scheduler.profile import Link
 
-PeerState = Literal["unknown", "ready", "down", "incompatible", "overloaded"]
+PeerState = Literal["unknown", "ready", "not_ready", "down", "incompatible", "overloaded"]
+"""not_ready: by its own word, as while it loads or drains."""
 
 STALE_AFTER_S = 10.0
 """A peer that was not heard for this long may be gone: it gets one request at a time."""
@@ -77,7 +78,7 @@ class PeerView:
 
     def is_on_trial(self, now_s: float) -> bool:
         """Return whether the next transfer has to show first that the peer works."""
-        if self.state in ("unknown", "down") or self.num_failures > 0:
+        if self.state in ("unknown", "not_ready", "down") or self.num_failures > 0:
             return True
         return self.is_stale(now_s)
 
@@ -86,14 +87,17 @@ class PeerView:
     ) -> Literal["peer_down", "peer_incompatible", "peer_overloaded"] | None:
         """Return why no prefill may go there now, or None if one may.
 
-        A peer on trial gets one transfer at a time, a down one not before its backoff is over.
+        A peer on trial gets one transfer at a time, a down one not before its backoff is over, one that
+        is not ready none until it says that it is, or says nothing any more.
         """
         if self.state == "incompatible":
             return "peer_incompatible"
+        if self.state == "not_ready" and not self.is_stale(now_s):
+            return "peer_down"
         if self.retry_at_s is not None and now_s < self.retry_at_s:
             if self.state == "overloaded":
                 return "peer_overloaded"
-            if self.state == "down":
+            if self.state in ("down", "not_ready"):
                 return "peer_down"
         if self.is_on_trial(now_s) and self.num_inflight > 0:
             return "peer_down"

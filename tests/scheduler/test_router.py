@@ -1,7 +1,7 @@
 """The rule as a table, and what decisions set in motion as properties."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ from prfaas.scheduler.router import (
     RouteRequest,
     route,
 )
-from prfaas.scheduler.view import STALE_AFTER_S, LocalView, PeerView, View
+from prfaas.scheduler.view import STALE_AFTER_S, LocalView, PeerState, PeerView, View
 
 OPTIONS = SchedulerOptions(threshold_tokens=512)
 LOCAL = LocalView()
@@ -168,7 +168,7 @@ TIMES = st.none() | st.floats(0, 200)
 PEERS = st.builds(
     PeerView,
     peer=st.sampled_from(["a:1", "b:1", "c:1"]),
-    state=st.sampled_from(["unknown", "ready", "down", "incompatible", "overloaded"]),
+    state=st.sampled_from(get_args(PeerState)),
     prefill_tokens_per_s=RATES,
     link_bytes_per_s=RATES,
     reported_tokens_per_s=RATES,
@@ -204,6 +204,7 @@ def test_any_view_gives_one_route_and_never_to_a_peer_that_is_out(
         assert decided.reason == ("long" if force is None else "forced")
         (chosen,) = [p for p in peers if p.peer == decided.peer]
         assert chosen.state != "incompatible"
+        assert chosen.state != "not_ready" or chosen.is_stale(NOW_S)
         if chosen.state in ("down", "overloaded") and chosen.retry_at_s is not None:
             assert chosen.retry_at_s <= NOW_S
         if chosen.state in ("down", "unknown"):
@@ -366,6 +367,33 @@ def test_a_silent_or_loading_peer_is_out_until_it_is_heard_ready():
     assert decide(router, "r", 1.5).reason == "peer_down"
     router.heard("a:1", now_s=1.6, is_ready=True)
     assert decide(router, "r", 1.6).name == "remote"
+
+
+@pytest.mark.parametrize("late_s", [1.1, 5.0, STALE_AFTER_S])
+def test_a_draining_peer_gets_nothing_however_late_the_next_handshake_is(late_s):
+    router = make_router()
+    decide(router, "old", 0.0)
+    router.heard("a:1", now_s=0.5, is_ready=False)
+    router.ended("old", "completed", now_s=0.5)
+    assert decide(router, "r", 0.5 + late_s).reason == "peer_down"
+    router.heard("a:1", now_s=20.0, is_ready=True)
+    assert decide(router, "s", 20.0).name == "remote"
+
+
+def test_a_peer_that_was_not_ready_and_fell_silent_is_tried():
+    router = make_router()
+    router.heard("a:1", now_s=0.5, is_ready=False)
+    assert decide(router, "r", 0.6 + STALE_AFTER_S).name == "remote"
+    assert decide(router, "s", 0.6 + STALE_AFTER_S).reason == "peer_down"
+
+
+@pytest.mark.parametrize("outcome", ["peer_overloaded", "transfer_failed", "slower_than_local"])
+def test_no_end_of_a_transfer_makes_a_draining_peer_ready(outcome):
+    router = make_router()
+    decide(router, "old", 0.0)
+    router.heard("a:1", now_s=0.5, is_ready=False)
+    router.ended("old", outcome, now_s=0.5, retry_after_s=0.0)
+    assert decide(router, "r", 5.0).reason == "peer_down"
 
 
 def test_silences_in_a_row_make_request_probes_rare():
