@@ -116,8 +116,8 @@ class Relay:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of PAGE frames that the asker was given."""
-        return self.delivered.get(FrameType.PAGE, 0)
+        """Bytes of PAGE and PAGES frames that the asker was given."""
+        return sum(self.delivered.get(kind, 0) for kind in (FrameType.PAGE, FrameType.PAGES))
 
     async def start(self, target_port: int) -> None:
         self.target_port = target_port

@@ -9,9 +9,12 @@ from prfaas.transport.seals import FrameSeal
 from prfaas.transport.wire import FrameType
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class PagePlace:
-    """One page of one block, and how many tokens of the block it covers or counts in."""
+    """One page of one block, and how many tokens of the block it covers or counts in.
+
+    Never changed, and not frozen: one is made for every page, and freezing triples what that costs.
+    """
 
     group: int
     index: int

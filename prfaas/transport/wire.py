@@ -220,22 +220,19 @@ def decode_table(table: bytearray, header: FrameHeader) -> list[FrameHeader]:
 
     Raises DamagedFrame if its check does not fit, ProtocolError if its pages do not.
     """
-    spans = memoryview(table)[: -_CHECK.size]
-    (check,) = _CHECK.unpack_from(table, len(spans))
-    if check != _check(spans):
+    packed = memoryview(table)[: -_CHECK.size]
+    (check,) = _CHECK.unpack_from(table, len(packed))
+    if check != _check(packed):
         raise DamagedFrame("checksum mismatch in the table of a run")
-    pages = [
-        FrameHeader(FrameType.PAGE, Codec.RAW, *span)  # the rest of its fields, in their order
-        for span in _SPAN.iter_unpack(spans)
-    ]
-    num_bytes = sum([page.length for page in pages])
+    spans = list(_SPAN.iter_unpack(packed))
+    num_bytes = sum([span[4] for span in spans])
     if num_bytes != header.length - len(table) or num_bytes > MAX_RUN_BYTES:
         raise ProtocolError(f"run of {num_bytes} bytes in a frame of {header.length}")
-    if not all(page.length and page.num_tokens for page in pages):
+    if not all([span[3] and span[4] for span in spans]):  # noqa: C419  # half the time
         raise ProtocolError("empty page in a run")
-    if len({(page.group, page.index, page.block) for page in pages}) < len(pages):
+    if len({span[:3] for span in spans}) < len(spans):
         raise ProtocolError("a run brings a page twice")
-    return pages
+    return [FrameHeader(FrameType.PAGE, Codec.RAW, *span) for span in spans]
 
 
 def tag_number(header: bytes) -> int:

@@ -191,3 +191,33 @@ def test_it_is_never_much_slower_than_pages_as_they_are(link, encode, ratio):
 def test_a_slow_link_gains_what_the_codec_saves(link):
     _, seconds = send(CodecChoice("auto"), 2000, link=link, encode=400e6, ratio=0.8)
     assert seconds < 0.9 * 2000 * PAGE / link
+
+
+@pytest.mark.parametrize("name", get_args(CodecName))
+def test_pages_go_in_runs_only_where_each_of_them_would_go_raw(name):
+    choice = CodecChoice(name)
+    assert choice.is_raw == (name in ("raw", "auto", "auto-lossy"))
+    choice.sent(num_bytes=PAGE, seconds=1.0)
+    assert choice.is_raw == (name == "raw")
+    assert choice.is_raw == (choice.choose(may_lose=True) is Codec.RAW)
+
+
+def test_what_goes_in_runs_is_passed_over_like_what_goes_alone():
+    alone, in_runs = CodecChoice("auto"), CodecChoice("auto")
+    for choice in (alone, in_runs):
+        choice.encoded(Codec.ZSTD, num_bytes=PAGE, num_encoded_bytes=PAGE, seconds=9.0)
+        for _ in range(50):
+            choice.sent(num_bytes=PAGE, seconds=PAGE / 10e6)
+        assert choice.is_raw
+    numbers: list[int] = []
+    for choice, step in ((alone, 1), (in_runs, 8)):
+        num_pages = 0
+        while choice.is_raw:
+            if choice is alone:
+                assert choice.choose(may_lose=True) is Codec.RAW
+            else:
+                choice.passed_over(step)
+            num_pages += step
+            assert num_pages < 100_000, "never tried again"
+        numbers.append(num_pages)
+    assert numbers[0] == numbers[1]

@@ -3,11 +3,15 @@
 What goes on is whole, was not sent again beyond one frame a stream, and leaves streams that are warm.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from prfaas.errors import TransferError
+from prfaas.transport import sending
 from prfaas.transport.client import PeerClient
 from prfaas.transport.seals import CHECKSUM_BYTES, MAC_BYTES
+from prfaas.transport.tcpinfo import parse_tcp_info
 from prfaas.transport.wire import UNTAGGED_BYTES, FrameType
 from tests.frame_scanner import TLS_DATA, Spot
 from tests.relay import Fault, Relay, tag_bytes
@@ -19,6 +23,7 @@ from tests.transport.samples import ASKED, IDENTITY, asked
 pytestmark = pytest.mark.usefixtures("no_leaks")
 PAGE_BYTES = 3000
 NUM_PAGES = 24
+RUN_PAGES = 5
 STALL_S = 1.0
 LEASE_S = 2.0
 WHERE = ["before", "in_header", "behind_header", "in_payload", "behind"]
@@ -101,6 +106,41 @@ async def test_a_fault_at_any_place_of_what_is_sent_costs_at_most_a_frame_a_stre
             ):  # what is behind them is not verified
                 again = relay.page_bytes - before - NUM_PAGES * frame_bytes(guard)
                 assert again <= num_streams * frame_bytes(guard), spot
+        relay.fault = None
+        await all_ended(service, client)
+
+
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams whose speed is known at once: one page, then runs of RUN_PAGES."""
+    info = parse_tcp_info(bytes(256))
+    assert info is not None
+    fast = replace(info, delivery_rate_bytes_per_s=RUN_PAGES * PAGE_BYTES / sending.RUN_S)
+    monkeypatch.setattr(sending, "read_tcp_info", lambda sock: fast)
+    monkeypatch.setattr(sending, "LOOK_S", 0.0)
+    monkeypatch.setattr(sending, "BATCH_BYTES", PAGE_BYTES)
+
+
+@pytest.mark.usefixtures("short_runs")
+@pytest.mark.parametrize("kind", ["cut", "flip", "half_close", "twice", "again"])
+async def test_a_fault_at_any_place_of_a_run_costs_at_most_a_run_a_stream(kind, files):
+    guard, num_streams = "key", 2
+    relay = relay_of(guard)
+    run_bytes = frame_bytes(guard) + (RUN_PAGES - 1) * PAGE_BYTES + RUN_PAGES * 16 + 4
+    async with channel(
+        LEASE_S, via=relay, page_bytes=PAGE_BYTES, streams=num_streams, **guarded(guard, files)
+    ) as (service, client):
+        await client.handshake(IDENTITY)
+        service.num_pages = NUM_PAGES
+        for number, where in enumerate(WHERE[:-1]):
+            await warm(client)
+            before = relay.page_bytes
+            relay.fault = Fault(0, kind, Spot(FrameType.PAGES, where, skip=1))
+            await pull_through(client, number)
+            await relay.hurt()
+            if kind in ("cut", "half_close"):  # what is behind the others is not verified
+                again = relay.page_bytes - before - NUM_PAGES * frame_bytes(guard)
+                assert again <= num_streams * run_bytes, where
         relay.fault = None
         await all_ended(service, client)
 

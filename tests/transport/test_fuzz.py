@@ -57,6 +57,7 @@ from prfaas.transport.wire import (
     FrameType,
     encode_frame,
     encode_header,
+    encode_run,
 )
 from prfaas.types import TokenEvent, TokenLogprobs
 from tests.transport.channels import OPTIONS, Pages, channel, ended, finish, pull_all, warm
@@ -166,6 +167,8 @@ def random_frames(draw: random.Random, num_frames: int) -> Iterator[bytes]:
             block = draw.choice([0, 1, 2, 3, 2**32 - 1])
             header = FrameHeader(kind, codec, group, index, block, draw.choice([1, 16, 2**31]))
             frame = encode_header(header, payload) + payload
+        elif kind is FrameType.PAGES:
+            frame = random_run(draw)
         else:
             frame = encode_frame(kind, random_payload(kind, draw))
         damage = draw.random()
@@ -175,6 +178,20 @@ def random_frames(draw: random.Random, num_frames: int) -> Iterator[bytes]:
             at = draw.randrange(len(frame))
             frame = frame[:at] + bytes([frame[at] ^ 1 << draw.randrange(8)]) + frame[at + 1 :]
         yield frame
+
+
+def random_run(draw: random.Random) -> bytes:
+    pages = [
+        FrameHeader(
+            FrameType.PAGE,
+            group=draw.choice([0, 0, 1, 60_000]),
+            block=draw.choice([0, 1, 2, 3, 2**32 - 1]),
+            num_tokens=draw.choice([0, 1, 16]),
+        )
+        for _ in range(draw.randint(1, 5))
+    ]
+    payloads = [memoryview(draw.randbytes(draw.choice([0, 32, 32, 33, 5000]))) for _ in pages]
+    return encode_run(pages, payloads) + b"".join(payloads)
 
 
 def random_payload(kind: FrameType, draw: random.Random) -> bytes:

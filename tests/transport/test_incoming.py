@@ -45,6 +45,17 @@ def test_the_end_may_come_before_the_last_page_of_another_stream():
     assert held.totals == TOTALS
 
 
+def test_a_run_counts_each_of_its_pages_and_one_tag():
+    incoming, held = two_streams()
+    incoming.take(0, end())
+    pages = [replace(PAGE, tag=0) for _ in range(2)]
+    incoming.take(1, Frame(header=FrameHeader(type=FrameType.PAGES), tag=10, pages=pages))
+    assert held.frames == pages
+    assert held.totals == TOTALS
+    incoming.lose(1)
+    assert not incoming.has_losses
+
+
 def test_the_end_waits_for_an_answer_that_another_stream_carries():
     incoming, held = two_streams()
     incoming.take(

@@ -59,6 +59,10 @@ class Link:
 
     def take(self, wire: Wire) -> None:
         if wire.lane is not None and wire.item is None:
+            run = self.transfer.take_run(wire.lane, self.draw.choice([0, 0, 3]) * PAGE_BYTES)
+            if run is not None:
+                wire.pieces.append(run)
+                return
             wire.item = self.transfer.take(wire.lane)
             if not isinstance(wire.item, PagePlace):  # nothing else is ever encoded
                 self.seal(wire)

@@ -16,6 +16,7 @@ from prfaas.transport.pieces import PagePlace, Piece, SendingLane
 from prfaas.transport.seals import CHECKSUM
 from prfaas.transport.wire import (
     FROM_SENDER,
+    MAX_RUN_PAGES,
     Frame,
     FrameType,
     encode_progress,
@@ -107,6 +108,82 @@ def test_every_stream_takes_other_pages_and_ends():
     for lane in lanes:
         (end,) = take_all(transfer, lane)
         assert end.header.type is FrameType.END
+
+
+def test_a_run_takes_what_is_ready_and_fits_and_never_waits_for_more():
+    transfer = make_transfer()
+    lane = transfer.attach(attach(0), CHECKSUM)
+    assert transfer.take_run(lane, 1 << 20) is None
+    transfer.put_page(place(0))
+    assert transfer.take_run(lane, 1 << 20) is None
+    for block in range(1, 5):
+        transfer.put_page(place(block))
+    assert transfer.take_run(lane, 2 * PAGE_BYTES - 1) is None
+    held, pieces = Pages(PAGE_BYTES), []
+    for max_bytes in (3 * PAGE_BYTES, 1 << 20):
+        piece = transfer.take_run(lane, max_bytes)
+        assert piece is not None
+        pieces.append([page.header.block for page in decode(piece, held).pages])
+        transfer.check()
+    assert pieces == [[0, 1, 2], [3, 4]]
+    assert all(page == bytes([block]) * PAGE_BYTES for block, page in held.pages.items())
+
+
+def test_runs_are_bounded_whatever_is_allowed():
+    transfer = make_transfer()
+    lane = transfer.attach(attach(0), CHECKSUM)
+    for block in range(2 * MAX_RUN_PAGES):
+        transfer.put_page(place(block % 256))
+    piece = transfer.take_run(lane, 1 << 40)
+    assert piece is not None
+    assert len(piece.pages) == MAX_RUN_PAGES
+
+
+@pytest.mark.parametrize("what", ["urgent", "failed", "completed", "over", "lost", "credit"])
+def test_there_is_no_run_where_something_else_is_next(what):
+    transfer = make_transfer(credit_bytes=2 * PAGE_BYTES - 1 if what == "credit" else 1 << 30)
+    lane = transfer.attach(attach(0), CHECKSUM)
+    if what == "over":
+        transfer.finish(tokens_computed=0)
+        take_all(transfer, lane)
+    for block in range(3):
+        transfer.put_page(place(block))
+    if what == "urgent":
+        transfer.put_urgent(FrameType.FIRST_TOKENS, b"x")
+    elif what == "failed":
+        transfer.fail("no more pages")
+    elif what == "completed":
+        transfer.close("completed")
+    elif what == "lost":
+        transfer.lose(lane)
+    assert transfer.take_run(lane, 1 << 20) is None
+    transfer.check()
+
+
+def test_a_run_that_was_lost_goes_again_page_by_page_in_its_order():
+    transfer = make_transfer(credit_bytes=5 * PAGE_BYTES)
+    lane = transfer.attach(attach(0), CHECKSUM)
+    for block in range(5):
+        transfer.put_page(place(block))
+    for _ in range(2):
+        assert transfer.take_run(lane, 2 * PAGE_BYTES) is not None
+    second = transfer.attach(attach(1, (0, 1)), CHECKSUM)
+    transfer.check()
+    assert transfer.num_pages_sent == 2
+    assert [frame.header.block for frame in take_all(transfer, second)] == [2, 3, 4]
+    assert (transfer.num_pages_sent, transfer.num_page_bytes_sent) == (5, 5 * PAGE_BYTES)
+
+
+def test_streams_that_found_nothing_more_are_told_when_a_run_was_the_last():
+    transfer = make_transfer()
+    lane = transfer.attach(attach(0), CHECKSUM)
+    for block in range(2):
+        transfer.put_page(place(block))
+    transfer.finish(tokens_computed=0)
+    told: list[bool] = []
+    transfer.on_news.add(lambda: told.append(True))
+    assert transfer.take_run(lane, 1 << 20) is not None
+    assert told
 
 
 def test_a_failure_drops_the_backlog_and_tells_why():
@@ -282,7 +359,8 @@ def test_whatever_streams_break_every_page_arrives_once_and_the_digest_fits(  # 
         match draw.choice(["send", "send", "send", "receive", "receive", "break", "begin"]):
             case "send" if wires:
                 lane, wire = wires[number]
-                piece = next_piece(transfer, lane)
+                run = transfer.take_run(lane, draw.choice([0, 3, 99]) * PAGE_BYTES)
+                piece = run or next_piece(transfer, lane)
                 if piece is not None:
                     wire.append(piece)
                 elif is_late:

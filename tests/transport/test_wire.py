@@ -132,7 +132,7 @@ def _with_valid_checks(rng: random.Random) -> bytes:
     """Return random fields under right checksums, so that the checks behind them are reached."""
     fields = struct.pack(
         "<BBHHHIII",
-        rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 8, 255]),
+        rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 255]),
         rng.choice([0, 0, 0, 1, 200]),
         rng.choice([0, 0, 5, 65535]),
         rng.choice([0, 0, 5]),
