@@ -61,7 +61,8 @@ def filled(
         lacking = num_blocks - directory.num_keys
         length = min(random.randint(1, deepest), lacking)
         chain = system + [random.randbytes(32) for _ in range(length)]
-        for node in random.sample(nodes, random.choice([1, 1, 1, 2, 8])):
+        num_holders = min(random.choice([1, 1, 1, 2, 8]), len(nodes))
+        for node in random.sample(nodes, num_holders):
             tell(node, chain[: random.randint(SYSTEM_BLOCKS, len(chain))])
         chains.append(chain)
     return chains
