@@ -1,7 +1,6 @@
 """A virtual clock and what is to happen on it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from math import inf, isfinite
@@ -10,13 +9,15 @@ Action = Callable[[], object]
 """What it returns is of no interest."""
 
 
-@dataclass(slots=True, eq=False)
 class Event:
     """Something to happen at a time, until it has or is cancelled."""
 
-    time_s: float
-    action: Action | None
-    """None once it has happened or was cancelled."""
+    __slots__ = ("action", "time_s")
+
+    def __init__(self, time_s: float, action: Action | None) -> None:
+        self.time_s = time_s
+        self.action = action
+        """None once it has happened or was cancelled."""
 
     @property
     def is_pending(self) -> bool:
@@ -58,7 +59,12 @@ class Events:
 
     def after(self, delay_s: float, action: Action, *, priority: int = 0) -> Event:
         """Schedule an action some seconds from now; raises ValueError as `at`."""
-        return self.at(self.now_s + delay_s, action, priority=priority)
+        time_s = self.now_s + delay_s
+        if not self.now_s <= time_s < inf:
+            raise ValueError(f"an event in {delay_s} s, at {self.now_s} s")
+        event = Event(time_s, action)
+        heappush(self._heap, (time_s, priority, self._sequence(), event))
+        return event
 
     def cancel(self, event: Event) -> None:
         """Let an event not happen; one that has, or was cancelled, is left alone."""
@@ -72,15 +78,16 @@ class Events:
         With `until_s`, the time is then `until_s`, unless `max_actions` ended it before.
         """
         heap = self._heap
-        last = None if max_actions is None else self.num_run + max_actions
+        last = inf if max_actions is None else self.num_run + max_actions
         while heap and heap[0][0] <= until_s:
-            if last is not None and self.num_run >= last:
+            if self.num_run >= last:
                 return
             time_s, _, _, event = heappop(heap)
-            action, event.action = event.action, None
+            action = event.action
             if action is None:
                 self._num_cancelled -= 1
                 continue
+            event.action = None
             self.now_s = time_s
             self.num_run += 1
             action()

@@ -46,6 +46,7 @@ class SharedServer:
         self._waiting: deque[Share] = deque()
         self._sequence = count().__next__
         self._next: Event | None = None
+        self._on_end = self._end
         self._num_active = 0
         self._num_waiting = 0
         self.num_arrivals = 0
@@ -72,7 +73,9 @@ class SharedServer:
             raise ValueError(f"an amount of {amount}")
         share = Share(amount, on_done)
         self.num_arrivals += 1
-        self._read()
+        now_s = self._events.now_s
+        self._odometer += self._rate * (now_s - self._read_s)
+        self._read_s = now_s
         if self._waiting or self._num_active == self._max_jobs:
             self._num_waiting += 1
             self._waiting.append(share)
@@ -159,12 +162,14 @@ class SharedServer:
         self._rate = rate = self._rate_each(self._num_active)
         if rate > 0:
             left = ends[0][0] - self._odometer
-            self._next = self._events.after(left / rate if left > 0 else 0.0, self._end)
+            self._next = self._events.after(left / rate if left > 0 else 0.0, self._on_end)
 
     def _end(self) -> None:
         """The job at the head has got its amount, and so have those that ask for no more."""
         self._next = None
-        self._read()
+        now_s = self._events.now_s
+        self._odometer += self._rate * (now_s - self._read_s)
+        self._read_s = now_s
         ends = self._ends
         if self._odometer < ends[0][0]:
             self._odometer = ends[0][0]  # rounding must not leave a rest
@@ -176,7 +181,8 @@ class SharedServer:
                 ended.append(share)
         self._num_active -= len(ended)
         self.num_done += len(ended)
-        self._fill()
+        if self._waiting:
+            self._fill()
         self._settle()
         for share in ended:
             share.on_done()

@@ -132,7 +132,8 @@ def test_a_trace_is_replayed_at_its_own_times_with_caches(tmp_path):
         (("nowhere.toml",), "cannot read nowhere.toml"),
         ((CASE_STUDY, "--rate", "1", "--trace", "t.csv"), "a trace has its own times"),
         ((CASE_STUDY, "--rate-factor", "2"), "only a trace has a rate to change"),
-        ((CASE_STUDY, "--rate", "1", "--plot", "f.svg"), "draws TTFT over the rate"),
+        ((CASE_STUDY, "--chrome-trace", "t.json"), "records single runs; add --rate or --trace"),
+        ((CASE_STUDY, "--rate", "1", "--chrome-trace", "no/t.json"), "there is no directory no"),
         ((CASE_STUDY, "--plot", "f.gif"), "ends in none of .svg, .png"),
         ((CASE_STUDY, "--trace", "nowhere.jsonl"), "cannot read nowhere.jsonl"),
         ((CASE_STUDY, "--requests", "50"), "prfaas: 50 requests do not fill this deployment"),
@@ -146,6 +147,26 @@ def test_what_cannot_be_simulated_is_said_and_status_2(arguments, says):
     assert result.exit_code == 2
     assert says in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_single_runs_are_drawn_and_recorded(tmp_path):
+    plot, events = tmp_path / "f.svg", tmp_path / "t.json"
+    files = ("--plot", str(plot), "--chrome-trace", str(events), "--chrome-trace-requests", "7")
+    arguments = (small(tmp_path), "--rate", "1", "--requests", "60", "--policy", "predictive")
+    result = simulate(*arguments, *files)
+    assert result.exit_code == 0, result.output
+    assert "https://ui.perfetto.dev" in result.stdout
+    drawn = ElementTree.parse(plot)
+    texts = {element.text for element in drawn.iter() if element.tag.endswith("text")}
+    assert {"a static", "b local", "a predictive", "Requests in the system"} <= texts
+    seen = {
+        event["args"]["request"]
+        for event in json.loads(events.read_text())["traceEvents"]
+        if event["ph"] == "X"
+    }
+    assert seen == set(range(7))
+    curves = {"ttft_curve_s", "backlog_curve"}
+    assert not curves & facts(*arguments)["loads"]["a"][0].keys()
 
 
 def test_policies_need_two_clusters_to_choose_from(tmp_path):

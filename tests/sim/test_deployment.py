@@ -115,6 +115,46 @@ def test_routing_follows_a_report_of_a_failure_once_it_is_there():
     assert deployment.tally.reasons["no_remote"] >= 1
 
 
+def test_a_failure_is_of_the_cluster_that_it_names():
+    failures = (
+        Failure(role="prfaas", at_s=1.0, for_s=1.0, instances=9, cluster=1),
+        Failure(role="prfaas", at_s=1.0, for_s=1.0, instances=9, cluster=7),
+    )
+    deployment = deployed(planned("naive"), clusters=2, failures=failures)
+    requests = [TraceRequest(0.0, 50_000, 1)] * 2
+    deployment.start(requests)
+    deployment.events.run(until_s=1.5)
+    assert [remote.station.num_servers for remote in deployment.remotes] == [1, 0]
+    assert deployment.tally.num_lost == 1
+    deployment.events.run()
+    assert [remote.station.num_servers for remote in deployment.remotes] == [1, 1]
+    assert deployment.tally.num_done == 2
+
+
+def test_over_a_slow_link_prefills_go_on_here_from_what_has_come():
+    slow = LinkChange(at_s=2.0, bandwidth_fraction=1e-4)
+    deployment = deployed(planned(), link=(slow,), policy="always-remote", pieces=16)
+    requests = [TraceRequest(0.0, 50_000, 1), TraceRequest(8.0, 50_000, 1)]
+    slow_s, after_s = ttfts(deployment, requests)
+    assert deployment.tally.num_fallbacks == 1
+    kept = deployment.tally.prompt_tokens  # both prompts; the second one goes here at once
+    assert after_s == pytest.approx(SLOW(50_000)), f"the breaker is open, of {kept} tokens none go"
+    assert deployment.tally.reasons["no_remote"] == 2
+    assert 4.0 + SLOW(10_000) < slow_s < 6.0 + SLOW(50_000), "some pieces came in the first 2 s"
+    assert deployment.tally.hit_tokens == 0, "nothing was in a cache"
+
+
+def test_after_an_outage_one_prefill_shows_that_the_cluster_works():
+    """Six come at once when the breaker is half open: one goes there, and all once it is through."""
+    changes = (LinkChange(at_s=0.0, bandwidth_fraction=0.0), LinkChange(at_s=10.0))
+    deployment = deployed(planned(num_local=12), link=changes, policy="always-remote")
+    requests = [TraceRequest(at_s, 50_000, 1) for at_s in (0.5, *[20.0] * 6, 40.0, 40.0)]
+    ttfts(deployment, requests)
+    assert deployment.tally.num_fallbacks == 1
+    assert deployment.tally.num_remote == 1 + 1 + 2
+    assert deployment.tally.reasons["no_remote"] == 1 + 5
+
+
 def test_a_failed_decode_instance_has_its_sequences_prefilled_again():
     failure = Failure(role="decode", at_s=20.0, for_s=5.0, instances=9)
     deployment = deployed(planned("homogeneous"), failures=(failure,))

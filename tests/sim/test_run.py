@@ -1,5 +1,6 @@
 """A run counts what happened: all requests, against what theory says of a queue."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import asdict
 from random import Random
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.config.simulation_table import SimulationOptions
+from prfaas.config.simulation_table import Failure, LinkChange, SimulationOptions
 from prfaas.config.traces import TraceRequest
 from prfaas.scheduler.curves import LinearCurve
 from prfaas.scheduler.planner import Plan
@@ -82,6 +83,31 @@ def test_progress_tells_how_many_have_arrived():
         on_progress=seen.append,
     )
     assert seen[-1] == 50
+
+
+def test_curves_are_the_quantiles_and_the_backlog_of_the_run():
+    requests = arriving(250, 1.5)
+    run = ran(planned(), requests, policy="static")
+    assert len(run.ttft_curve_s) == 100
+    assert [*run.ttft_curve_s] == sorted(run.ttft_curve_s)
+    assert (run.ttft_curve_s[50], run.ttft_curve_s[90]) == (run.ttft_p50_s, run.ttft_p90_s)
+    times = [at_s for at_s, _ in run.backlog_curve]
+    assert times == [request.arrival_s for request in requests[::3]]
+    assert all(1 <= backlog <= 250 for _, backlog in run.backlog_curve)
+
+
+def test_a_run_leaves_no_cycles_so_that_none_need_be_collected():
+    def left_by(num: int) -> int:
+        failures = (Failure(role="prfaas", at_s=40.0, for_s=9.0, instances=2),)
+        link = (LinkChange(at_s=60.0, bandwidth_fraction=0.0), LinkChange(at_s=80.0))
+        requests = arriving(num, 1.0)
+        gc.collect()
+        ran(planned(), requests, policy="static", failures=failures, link=link)
+        return gc.collect()
+
+    assert gc.isenabled()
+    assert abs(left_by(400) - left_by(200)) < 100, "what is left is the deployment"
+    assert gc.isenabled()
 
 
 def test_no_request_is_refused():
