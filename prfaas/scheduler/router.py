@@ -250,6 +250,9 @@ class Router:
             num_inflight=peer.num_inflight - 1,
             num_inflight_tokens=peer.num_inflight_tokens - ended.num_tokens,
         )
+        if peer.queue_heard_s is not None and peer.queue_heard_s >= ended.started_s:
+            queue_tokens = max(0, peer.num_queue_tokens - ended.num_tokens)
+            peer = replace(peer, num_queue_tokens=queue_tokens)
         if rates is not None:
             peer = replace(
                 peer,
@@ -284,6 +287,7 @@ class Router:
             state=state,
             heard_s=now_s,
             num_queue_tokens=max(0, num_queue_tokens),
+            queue_heard_s=now_s,
             num_silences=0,
             reported_tokens_per_s=known_rate(prefill_tokens_per_s),
         )

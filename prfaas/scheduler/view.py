@@ -32,7 +32,9 @@ class PeerView:
     reported_tokens_per_s: float | None = None
     """Its own word on its prefill rate; stands in until a transfer has shown one."""
     num_queue_tokens: int = 0
-    """Tokens waiting there, everyone's, as it last said."""
+    """Tokens waiting there, everyone's, as it last said, without those of ours that have ended since."""
+    queue_heard_s: float | None = None
+    """When it said so."""
     heard_s: float | None = None
     num_failures: int = 0
     """Transfers in a row that failed by its fault; those of one moment count once."""
