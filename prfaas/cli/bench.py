@@ -1,12 +1,27 @@
 """`prfaas bench`: what is between two nodes, and what it is worth."""
 
 import json
+import math
 from pathlib import Path
 
 import click
 
 from prfaas.cli.node_options import config_from, node_options
 from prfaas.cli.progress import shown_progress
+
+
+class FiniteRange(click.FloatRange):
+    """Refuses what is not finite, too: no comparison keeps a NaN out of a range."""
+
+    def convert(
+        self, value: float, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the number; click.BadParameter for one out of range, not finite or none."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
+
 
 LINK_SETTINGS = (
     "connect_timeout_s",
@@ -31,7 +46,7 @@ def bench() -> None:
 @node_options(sections=("transport",), names=LINK_SETTINGS)
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0.05, max=20),
+    type=FiniteRange(min=0.05, max=20),
     default=2.0,
     show_default=True,
     help="How long each rate is measured.",
@@ -39,7 +54,7 @@ def bench() -> None:
 @click.option("--codecs/--no-codecs", default=True, help="Measure every codec, too.")
 @click.option(
     "--local-tokens-per-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     metavar="N",
     help="What this side prefills: gives a threshold.",
 )

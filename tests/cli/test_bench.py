@@ -57,6 +57,9 @@ def test_no_node_is_one_line_and_a_status():
         (("nowhere",), "nowhere"),
         (("127.0.0.1:9", "--tls-key", "key.pem"), "--tls-key"),
         (("127.0.0.1:9", "--seconds", "100"), "--seconds"),
+        (("127.0.0.1:9", "--seconds", "nan"), "--seconds"),
+        (("127.0.0.1:9", "--local-tokens-per-s", "nan"), "--local-tokens-per-s"),
+        (("127.0.0.1:9", "--local-tokens-per-s", "inf"), "--local-tokens-per-s"),
         (("192.0.2.1:9",), "--allow-plaintext"),
     ],
 )
