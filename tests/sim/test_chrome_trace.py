@@ -91,7 +91,11 @@ def test_what_is_lost_and_given_up_says_so():
             Failure(role="prefill", at_s=50.0, for_s=10.0, instances=9),
             Failure(role="decode", at_s=60.0, for_s=10.0, instances=1),
         ),
-        link=(LinkChange(at_s=80.0, bandwidth_fraction=0.0), LinkChange(at_s=120.0)),
+        link=tuple(
+            LinkChange(at_s=at_s + off_s, bandwidth_fraction=fraction)
+            for at_s in (80.0, 100.0, 120.0, 140.0)
+            for off_s, fraction in ((0.0, 0.0), (10.0, 1.0))
+        ),
     )
     outcomes = {(span.name, span.outcome) for span in recorder.spans}
     assert {("prefill", "transfer_failed"), ("prefill", "lost"), ("decode", "lost")} <= outcomes

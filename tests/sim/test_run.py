@@ -54,7 +54,7 @@ def test_the_wait_of_m_m_1_is_what_theory_says():
     line = LinearCurve(tokens=(1e-6, 1.0), values=(1e-12, 1e-6))
     of = model(local=profile(line))
     random, now_s, requests = Random(5), 0.0, []
-    for _ in range(40_000):
+    for _ in range(20_000):
         now_s += random.expovariate(0.6)
         requests.append(TraceRequest(now_s, 1 + round(random.expovariate(1e-6)), 1))
     run = ran(planned("homogeneous", of=of, num_local=2), requests, of=of)
