@@ -103,7 +103,8 @@ class OutgoingTransfer:
     def put_page(self, place: PagePlace) -> None:
         """Queue a page whose KV is whole."""
         self._pages.append(place)
-        self._tell(self.on_news)
+        if len(self._pages) == 1:  # whoever found nothing to take heard of the first
+            self._tell(self.on_news)
 
     def put_urgent(self, frame_type: FrameType, payload: bytes = b"") -> None:
         """Queue a frame before all pages that are not yet on the wire."""
@@ -321,8 +322,7 @@ class OutgoingTransfer:
         payload: memoryview | bytes | None,
     ) -> Piece:
         view = self.view(place)
-        if payload is None:
-            payload = view
+        payload = view if payload is None else payload
         header = encode_header(
             FrameHeader(
                 FrameType.PAGE, codec, place.group, place.index, place.block, place.num_tokens

@@ -18,7 +18,7 @@ AHEAD_BYTES = 64 << 10
 """Read past the end of a small page, to be copied to where it goes: cheaper than a call for each."""
 SMALL_BYTES = 16 << 10
 HEADER_AHEAD_BYTES = 1152
-"""Read past the end of large pages: the next header, and the table of a run of pages."""
+"""Read past the end of large pages: the next header, and the table of a run."""
 
 
 class ByteSink(Protocol):
