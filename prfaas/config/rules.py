@@ -54,12 +54,15 @@ def check_rules(config: NodeConfig, name_of: NameOf, *, listens: bool = True) ->
             f"{name_of('engine.chunk_tokens')}: {chunk_tokens} is no multiple of the block of"
             f" {block_tokens} tokens ({name_of('cache.block_tokens')})"
         )
-    snapshot_tokens = config.cache.snapshot_tokens
-    if snapshot_tokens % block_tokens:
-        raise ConfigError(
-            f"{name_of('cache.snapshot_tokens')}: {snapshot_tokens} is no multiple of the block of"
-            f" {block_tokens} tokens ({name_of('cache.block_tokens')})"
-        )
+    intervals = {"cache.snapshot_tokens": str(config.cache.snapshot_tokens)}
+    if config.transport.transfer_snapshot_tokens != "auto":
+        intervals["transport.transfer_snapshot_tokens"] = config.transport.transfer_snapshot_tokens
+    for key, tokens in intervals.items():
+        if not (tokens.isascii() and tokens.isdigit()) or int(tokens) % block_tokens:
+            raise ConfigError(
+                f"{name_of(key)}: {tokens} is no multiple of the block of {block_tokens} tokens"
+                f" ({name_of('cache.block_tokens')})"
+            )
     _check_replay(config, name_of)
     _check_cache(config, name_of)
     _check_tls(config, name_of)

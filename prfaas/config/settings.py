@@ -308,7 +308,7 @@ SETTINGS: tuple[Setting, ...] = (
     _setting(
         "transport.egress_limit_bytes_per_s",
         "KV is sent no faster, over all transfers together: 800Mbit. Default: no limit.",
-        above=0,
+        minimum=1000,
         typed_name="egress_limit",
         roles=_PREFILL,
     ),

@@ -26,7 +26,6 @@ from prfaas.server.generation import RunningGeneration
 from prfaas.server.node import NodeLoad, Progress
 from prfaas.server.node_load import node_load
 from prfaas.server.peer import Peer
-from prfaas.server.places import snapshot_interval
 from prfaas.server.prefix_finder import PrefixFinder
 from prfaas.server.prior import read_prior
 from prfaas.server.remote_prefill import RemotePrefiller
@@ -304,7 +303,6 @@ def load_pd_node(config: NodeConfig, metrics: TransferMetrics, progress: Progres
     from prfaas.server.load_parts import load_parts  # slow to import
 
     parts = load_parts(config, progress)
-    snapshot_interval(config.transport.transfer_snapshot_tokens, parts.cache.layout)  # or refuse
     return PdNode(
         identity=parts.identity,
         cache=parts.cache,

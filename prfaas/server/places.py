@@ -9,7 +9,6 @@ from prfaas.cache.spec import (
     missing_blocks,
     snapshot_blocks,
 )
-from prfaas.errors import ConfigError
 from prfaas.transport.pieces import PagePlace
 
 SNAPSHOT_FRACTION = 0.1
@@ -75,18 +74,10 @@ def snapshot_interval(setting: str, layout: CacheLayout) -> int:
 
     "auto" is the shortest interval at which they add at most a tenth to the bytes of full attention. A
     model without windows and states needs none, one without full attention has nothing to weigh by.
-
-    Raises:
-        ConfigError: neither "auto" nor a whole number of blocks.
     """
-    block_tokens = layout.block_tokens
     if setting != "auto":
-        if not (setting.isascii() and setting.isdigit()) or int(setting) % block_tokens:
-            raise ConfigError(
-                f"transfer_snapshot_tokens = {setting!r} is neither auto nor a multiple of the "
-                f"block of {block_tokens} tokens"
-            )
         return int(setting)
+    block_tokens = layout.block_tokens
     block_bytes = snapshot_bytes = 0
     for spec in layout.groups:
         match spec:

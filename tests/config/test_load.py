@@ -120,13 +120,24 @@ def test_a_setting_the_role_does_not_heed_is_refused_from_any_source(tmp_path):
 
 @given(st.integers(1, 300), st.integers(0, 3000))
 def test_snapshots_lie_a_whole_number_of_blocks_apart(block, snapshot):
-    flags = {"block_tokens": str(block), "snapshot_tokens": str(snapshot)}
-    flags["chunk_tokens"] = str(block)
+    flags = {"block_tokens": str(block), "chunk_tokens": str(block)}
+    every = {"snapshot_tokens": str(snapshot)}
+    sent = {"transfer_snapshot_tokens": str(snapshot)}
     if snapshot % block == 0:
-        assert load(**flags).cache.snapshot_tokens == snapshot
+        config = load(**flags, **every, **sent)
+        assert config.cache.snapshot_tokens == snapshot
+        assert config.transport.transfer_snapshot_tokens == str(snapshot)
     else:
-        with pytest.raises(ConfigError, match=f"--snapshot-tokens: {snapshot} .* {block} tokens"):
-            load(**flags)
+        for name, value in (every | sent).items():
+            flag = "--" + name.replace("_", "-")
+            with pytest.raises(ConfigError, match=f"{flag}: {snapshot} .* {block} tokens"):
+                load(**flags, **{name: value})
+
+
+@pytest.mark.parametrize("interval", ["-64", "nan", "1e3", "64.0", "", "Auto", "\u0664"])
+def test_an_interval_of_sent_snapshots_is_auto_or_a_number(interval):
+    with pytest.raises(ConfigError, match="--transfer-snapshot-tokens"):
+        load(transfer_snapshot_tokens=interval)
 
 
 @given(st.integers(1, 300), st.integers(1, 3000))
