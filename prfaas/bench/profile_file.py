@@ -33,8 +33,9 @@ class MeasuredProfile:
     """Connections over which the link was measured."""
     date: str
     """ISO, of today."""
-    cpu_fraction: float
-    """Of the time, that the engine's thread had a processor: less if others wanted it, too."""
+    cpu_fraction: float | None
+    """Of the time, that the engine's thread had a processor: less if others wanted it, too. None where
+    an accelerator computes."""
 
 
 def to_toml(profile: MeasuredProfile) -> str:
@@ -50,7 +51,7 @@ def _toml_lines(profile: MeasuredProfile) -> Iterator[str]:
         f"# {profile.weight_dtype} weights, {profile.kv_dtype} KV, chunks of {profile.chunk_tokens} tokens,"
         f" blocks of {profile.layout.block_tokens}."
     )
-    if profile.cpu_fraction < QUIET_FRACTION:
+    if profile.cpu_fraction is not None and profile.cpu_fraction < QUIET_FRACTION:
         yield f"# {_busy(profile.cpu_fraction)}"
     yield f"name = {_text(profile.name)}"
     yield f"hardware = {_text(machine.hardware)}"
@@ -188,6 +189,7 @@ def to_lines(report: dict[str, Any]) -> Iterator[str]:
             f"link from {link['peer']}: {link['bytes_per_s'] * 8 / 1e6:,.1f} Mbit/s over {link['streams']}"
             f" connections, round trip {1e3 * link['rtt_s']:.3g} ms"
         )
-    if report["cpu_fraction"] < QUIET_FRACTION:
+    cpu_fraction = report["cpu_fraction"]
+    if cpu_fraction is not None and cpu_fraction < QUIET_FRACTION:
         yield ""
-        yield _busy(report["cpu_fraction"])
+        yield _busy(cpu_fraction)

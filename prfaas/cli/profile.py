@@ -212,5 +212,5 @@ def measured_profile(
         peer=config.transport.peer,
         streams=config.transport.streams,
         date=datetime.now(UTC).date().isoformat(),
-        cpu_fraction=cpu_fraction,
+        cpu_fraction=cpu_fraction if config.engine.device == "cpu" else None,
     )

@@ -99,7 +99,8 @@ def test_a_machine_that_others_used_is_told(tmp_path):
     said = "The engine had a processor for 50% of the time"
     assert f"# {said}" in to_toml(shared)
     assert said in "\n".join(to_lines(to_json(shared)))
-    assert "of the time" not in to_toml(PROFILE) + "\n".join(to_lines(to_json(PROFILE)))
+    for quiet in (PROFILE, replace(PROFILE, cpu_fraction=None)):
+        assert "of the time" not in to_toml(quiet) + "\n".join(to_lines(to_json(quiet)))
     assert read_profile(written(tmp_path, shared)) == read_profile(written(tmp_path))
 
 
