@@ -95,6 +95,8 @@ class Deployment:
         self._held: HeldPrompts[Journey] = HeldPrompts(period_s=options.ttft_slo_s)
         self._is_releasing = False
         self._remote: dict[Journey, RemotePrefill] = {}
+        self._num_returning = 0
+        """First tokens on the way back."""
         self._is_over = False
         self._rebalancer: Rebalancer | None = None
         self._conversions: Conversions | None = None
@@ -157,7 +159,9 @@ class Deployment:
             remote.check()
         self._held.check()
         self._breakers.check(len(self._remote))
-        assert self.tally.num_done <= self.tally.num_arrived
+        here = self.prefill.num_waiting + self.prefill.num_serving + self.decode.num_sequences
+        there = len(self._remote) + self._num_returning
+        assert self.tally.num_in_flight == here + there + len(self._held), "one is lost, or twice"
         assert self.tally.num_done <= len(self.tally.ttfts_s) <= self.tally.num_arrived
         assert self._dispatcher.num_inflight == len(self._remote)
 
@@ -319,24 +323,15 @@ class Deployment:
             self._recorder.remote(journey, prefill, outcome)
         if outcome == "completed":
             self.remotes[index].cache.add(journey.request.block_ids)
-            self._later(self._way_back_s(), partial(self._prefilled, journey))
+            self._num_returning += 1
+            self._later(self._way_back_s(), partial(self._returned, journey))
         elif outcome == "transfer_failed":
             self._again(journey)
         else:
             self.tally.num_fallbacks += 1
-            self._keep(journey, prefill.transfer.arrived_fraction)
+            journey.keep(prefill.transfer.arrived_fraction)
             self._dispatch(journey)
         self._release()
-
-    def _keep(self, journey: Journey, fraction: float) -> None:
-        """Let what has come of a transfer be a prefix like any other."""
-        prompt = journey.prompt
-        held = prompt.local_hit_tokens
-        lacking = prompt.num_tokens - held
-        tokens = min(int(fraction * lacking), lacking - 1)
-        if tokens > 0:
-            journey.kept_tokens += tokens
-            journey.prompt = replace(prompt, local_hit_tokens=held + tokens)
 
     def _sent_to(self, index: int) -> Iterator[Sent]:
         return (each.sent for each in self._remote.values() if each.index == index)
@@ -350,6 +345,10 @@ class Deployment:
     def _way_back_s(self) -> float:
         jitter_s = self._options.jitter_s
         return self._rtt_s / 2 + (self._random.expovariate(1 / jitter_s) if jitter_s else 0.0)
+
+    def _returned(self, journey: Journey) -> None:
+        self._num_returning -= 1
+        self._prefilled(journey)
 
     def _prefilled(self, journey: Journey) -> None:
         """All KVCache is here, and so is the first token."""

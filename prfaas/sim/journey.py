@@ -1,7 +1,7 @@
 """One simulated request on its way, and what is kept of it once it is done."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prfaas.config.traces import TraceRequest
 from prfaas.scheduler.forecast import Prompt
@@ -27,6 +27,15 @@ class Journey:
     is_remote: bool = False
     """Where its first prefill went."""
     predicted_ttft_s: float = 0.0
+
+    def keep(self, fraction: float) -> None:
+        """Let so much of what lacked locally be a hit like any other: a transfer brought it."""
+        held = self.prompt.local_hit_tokens
+        lacking = self.prompt.num_tokens - held
+        tokens = min(int(fraction * lacking), lacking - 1)
+        if tokens > 0:
+            self.kept_tokens += tokens
+            self.prompt = replace(self.prompt, local_hit_tokens=held + tokens)
 
 
 @dataclass(slots=True, kw_only=True)

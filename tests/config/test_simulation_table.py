@@ -69,6 +69,23 @@ def test_every_key_is_read(tmp_path):
             {"failures": [{"role": "gpu", "at_s": 1, "for_s": 1, "instances": 1}]},
             "expected one of prfaas, prefill, decode",
         ),
+        (
+            {
+                "failures": [
+                    {"role": "prefill", "at_s": 1, "for_s": 1, "instances": 1, "cluster": 0}
+                ]
+            },
+            "simulation.failures[0].cluster: only of PrfaaS instances there are several, not of prefill",
+        ),
+        (
+            {
+                "clusters": 2,
+                "failures": [
+                    {"role": "prfaas", "at_s": 1, "for_s": 1, "instances": 1, "cluster": 2}
+                ],
+            },
+            "simulation.failures[0].cluster: 2 is above the maximum of 1",
+        ),
         ({"rebalance": {"dwell": 1}}, "unknown key simulation.rebalance.dwell"),
         ({"rebalance": {"num_prompts": 3}}, "3 is below the minimum of 4"),
     ],

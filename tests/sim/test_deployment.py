@@ -198,6 +198,7 @@ FAILURES = st.builds(
     at_s=st.floats(0, 200),
     for_s=st.floats(1, 100),
     instances=st.integers(1, 5),
+    cluster=st.integers(0, 2),
 )
 CHANGES = st.builds(
     LinkChange,
