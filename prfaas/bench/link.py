@@ -18,7 +18,7 @@ from prfaas.clock import Clock
 from prfaas.errors import TransferError
 from prfaas.transport.address import PeerAddress
 from prfaas.transport.client import PeerClient
-from prfaas.transport.handshake import Identity
+from prfaas.transport.handshake import Identity, check_compatible
 from prfaas.transport.kv_numbers import KvNumbers
 from prfaas.transport.measuring import (
     MAX_BYTES,
@@ -181,8 +181,8 @@ async def measure_link(
 ) -> LinkFigures:
     """Return what the link to a running prefill node is.
 
-    `streams` names at least one number. Raises TransferError where there is no such node, Overloaded
-    where it is measured already.
+    `streams` names at least one number. Raises TransferError where there is no such node or it speaks
+    another version, Overloaded where it is measured already.
     """
     total = len(streams) + len(codecs)
     done: list[Rate] = []
@@ -190,6 +190,9 @@ async def measure_link(
     async def measured(number: int, names: Sequence[CodecName]) -> None:
         async with _client(address, replace(options, streams=number), security) as client:
             status = await client.handshake(ASKER)
+            theirs = status.identity
+            ours = replace(theirs, protocol_version=ASKER.protocol_version)
+            check_compatible(ours, theirs, accept_approximate=False)
             if not status.is_ready:
                 raise TransferError(f"peer {client.address} is not ready: {status.reason}")
             numbers = measured_numbers(status.identity.kv_dtype)

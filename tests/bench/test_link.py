@@ -9,7 +9,7 @@ from prfaas.bench import link
 from prfaas.bench.link import ASKER, LinkBench, LinkFigures, measure_link
 from prfaas.bench.link_report import to_json, to_lines
 from prfaas.clock import monotonic_s
-from prfaas.errors import TransferError
+from prfaas.errors import IncompatiblePeer, TransferError
 from prfaas.transport.auth import PeerSide
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.measuring import measured_numbers
@@ -105,6 +105,24 @@ async def test_a_node_that_is_not_there_is_a_transfer_error():
             clock=monotonic_s,
             progress=no_progress,
         )
+
+
+async def test_a_node_of_another_version_is_told_from_ours_before_anything_is_measured(monkeypatch):
+    theirs = ASKER.protocol_version
+    monkeypatch.setattr(link, "ASKER", dataclasses.replace(ASKER, protocol_version=theirs + 1))
+    async with measured_node() as (service, client):
+        with pytest.raises(IncompatiblePeer, match=f"{theirs + 1} here, {theirs} there"):
+            await measure_link(
+                client.address,
+                TransportOptions(),
+                ChannelSecurity(),
+                streams=[1],
+                seconds=0.02,
+                codecs=[],
+                clock=monotonic_s,
+                progress=no_progress,
+            )
+        assert service.measurements.is_idle
 
 
 def with_status(figures: LinkFigures, layout: str, tokens_per_s: float) -> LinkFigures:
