@@ -10,6 +10,8 @@ from prfaas.scheduler.profile import Profile
 
 STALE_AFTER_S = 10.0
 """A cluster that was not heard for this long is used only where no other was heard."""
+BUSY_JOBS, BUSY_POWER = 0.5, 4
+"""Without it short prompts fill the fast instances of a large cluster before anybody waits there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +79,13 @@ class PrefillView:
     def delayed_jobs(self) -> float:
         """Return how many others one more job delays by its service: the queue for each instance.
 
-        About as many come while it waits as wait before it.
+        About as many come while it waits as wait before it. As the last idle instances go, it also
+        delays those that come next: BUSY_JOBS of them at the last one.
         """
-        return (self.num_waiting + self.num_sent) / max(self.num_instances, 1)
+        num_instances = max(self.num_instances, 1)
+        busy = min(1.0, (self.num_busy + self.num_sent) / num_instances)
+        queue = (self.num_waiting + self.num_sent) / num_instances
+        return queue + BUSY_JOBS * busy**BUSY_POWER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

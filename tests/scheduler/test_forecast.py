@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.scheduler.forecast import (
+    BUSY_JOBS,
     STALE_AFTER_S,
     ClustersView,
     LinkView,
@@ -54,6 +55,22 @@ def test_a_queue_has_gone_on_since_its_view():
     assert view.wait_s(5.0) == 2.0
     assert view.wait_s(50.0) == 0.0
     assert view.wait_s(-1.0) == 7.0, "a view from the future is not older than now"
+
+
+@pytest.mark.parametrize(
+    ("busy", "waiting", "sent", "delayed"),
+    [
+        (0, 0, 0, 0.0),
+        (2, 0, 0, BUSY_JOBS / 16),
+        (4, 0, 0, BUSY_JOBS),
+        (4, 8, 0, 2.0 + BUSY_JOBS),
+        (3, 0, 1, 0.25 + BUSY_JOBS),
+        (9, 0, 0, BUSY_JOBS),
+    ],
+)
+def test_a_job_delays_the_queue_and_whoever_comes_to_a_full_cluster(busy, waiting, sent, delayed):
+    view = PrefillView(num_instances=4, num_busy=busy, num_waiting=waiting, num_sent=sent)
+    assert view.delayed_jobs() == pytest.approx(delayed)
 
 
 @settings(max_examples=60)
