@@ -25,6 +25,8 @@ from prfaas.sim.run import OnProgress, run_until
 GROWTH = 0.01
 WIDTH = 0.004
 """The bisection ends at this relative width."""
+NEAR = 1.03
+"""Rates within this factor of what seems to be carried are asked."""
 HOPELESS = 0.1
 """A backlog of this share of all requests has grown."""
 FIRST_RATE_RPS = 1.0
@@ -51,7 +53,7 @@ def growth(backlogs: Sequence[int]) -> float:
     return (sum(late) - sum(early)) / quarter / (2 * quarter)
 
 
-def keeps_up(
+def growth_at(
     model: ThroughputModel,
     plan: Plan,
     requests: Sequence[TraceRequest],
@@ -61,8 +63,11 @@ def keeps_up(
     options: SimulationOptions,
     seed: int,
     on_progress: OnProgress | None = None,
-) -> bool:
-    """Return whether the backlog does not grow at a rate; `requests` come at 1 request a second."""
+) -> float:
+    """Return by how much the backlog grows for each request that comes at a rate.
+
+    `requests` come at 1 request a second. A run with a hopeless backlog ends early.
+    """
     deployment = Deployment(model, plan, policy=policy, options=options, seed=seed)
     deployment.start(scaled(requests, rate_factor=rate_rps))
     tally = deployment.tally
@@ -74,19 +79,42 @@ def keeps_up(
         is_enough=lambda: tally.num_in_flight > limit,
     )
     if tally.num_arrived < len(requests):
-        return False
+        return tally.num_in_flight / tally.num_arrived
     deployment.check()
-    return growth(tally.backlogs) <= GROWTH
+    return growth(tally.backlogs)
 
 
-def bisected(is_kept: Callable[[float], bool], *, low: float, high: float) -> float:
+def bisected(grows_at: Callable[[float], float], *, low: float, high: float) -> float:
     """Return the middle of the last interval between a rate that is kept up with and one that is not.
 
-    The interval given is a guess: it is widened where it does not hold the answer.
+    The interval given is a guess: it is widened where it does not hold the answer. A rate that is too
+    much also tells what is carried: all but what the backlog grows by. Of rates far from that the answer is
+    assumed; both ends of the last interval are asked in any case, and all rates if one is not as assumed.
 
     Raises:
         ValueError: no rate up to MAX_RATE_RPS is too much.
     """
+    grown: dict[float, float] = {}
+    carried_rps: float | None = None
+
+    def is_kept(rate: float, *, surely: bool) -> bool:
+        nonlocal carried_rps
+        if rate not in grown:
+            near = carried_rps is None or carried_rps / NEAR < rate < carried_rps * NEAR
+            if carried_rps is not None and not (near or surely):
+                return rate < carried_rps
+            grown[rate] = grows_at(rate)
+            if GROWTH < grown[rate] < 1:
+                carried_rps = rate * (1 - grown[rate]) / (1 - GROWTH)
+        return grown[rate] <= GROWTH
+
+    below, above = _interval(partial(is_kept, surely=False), low, high)
+    if not is_kept(below, surely=True) or is_kept(above, surely=True):
+        below, above = _interval(partial(is_kept, surely=True), low, high)
+    return sqrt(below * above)
+
+
+def _interval(is_kept: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:
     width = high / low
     while is_kept(high):
         low, high = high, high * width
@@ -97,7 +125,7 @@ def bisected(is_kept: Callable[[float], bool], *, low: float, high: float) -> fl
     while high / low > 1 + WIDTH:
         middle = sqrt(low * high)
         low, high = (middle, high) if is_kept(middle) else (low, middle)
-    return sqrt(low * high)
+    return low, high
 
 
 def capacities(
@@ -124,8 +152,8 @@ def capacities(
         )
     found: list[float] = []
     for seed in seeds:
-        is_kept = partial(
-            _kept,
+        grows_at = partial(
+            _growth_at,
             model,
             plan,
             unit_requests(model.workload, num_requests=num_requests, seed=seed),
@@ -138,11 +166,11 @@ def capacities(
             low, high = found[0] / 1.015, found[0] * 1.015
         else:
             low, high = FIRST_RATE_RPS, 2 * FIRST_RATE_RPS
-        found.append(bisected(is_kept, low=low, high=high))
+        found.append(bisected(grows_at, low=low, high=high))
     return found
 
 
-def _kept(
+def _growth_at(
     model: ThroughputModel,
     plan: Plan,
     requests: Sequence[TraceRequest],
@@ -151,8 +179,8 @@ def _kept(
     seed: int,
     on_progress: OnProgress | None,
     rate_rps: float,
-) -> bool:
-    return keeps_up(
+) -> float:
+    return growth_at(
         model,
         plan,
         requests,

@@ -1,5 +1,7 @@
 """A capacity is found by running, and is what the slowest stage carries."""
 
+from math import inf
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,11 +10,13 @@ from prfaas.config.simulation_table import SimulationOptions
 from prfaas.config.traces import TraceRequest
 from prfaas.scheduler.lengths import of_sample
 from prfaas.sim.capacity import (
+    GROWTH,
+    NEAR,
     WIDTH,
     bisected,
     capacities,
     growth,
-    keeps_up,
+    growth_at,
     least_requests,
     unit_requests,
 )
@@ -36,13 +40,42 @@ def test_growth_compares_the_last_quarter_with_the_second():
 
 @given(st.floats(1e-3, 1e5), st.floats(1e-3, 1e5), st.floats(1.01, 3.0))
 def test_bisection_finds_the_limit_from_any_guess(limit, low, width):
-    found = bisected(lambda rate: rate <= limit, low=low, high=low * width)
+    asked: list[float] = []
+
+    def grows_at(rate: float) -> float:
+        asked.append(rate)
+        return 0.0 if rate <= limit else 1 - (1 - GROWTH) * limit / rate + 1e-12
+
+    found = bisected(grows_at, low=low, high=low * width)
     assert found == pytest.approx(limit, rel=WIDTH)
+    assert len(asked) == len(set(asked))
+    assert sum(rate > limit * NEAR for rate in asked) <= 2, "one tells what is carried"
+
+
+@given(
+    st.floats(0.5, 50),
+    st.floats(1.01, 3.0),
+    st.floats(1.0001 * GROWTH, 1.5),
+    st.floats(-0.05, GROWTH),
+)
+def test_what_is_assumed_of_far_rates_never_changes_what_is_found(
+    limit: float, width: float, above: float, below: float
+) -> None:
+    """Whatever growth says of what is carried: a wrong guess costs time."""
+
+    def plain(rate: float) -> float:
+        return 0.0 if rate <= limit else inf
+
+    def misleading(rate: float) -> float:
+        return below if rate <= limit else above
+
+    found = bisected(misleading, low=1.0, high=width)
+    assert found == bisected(plain, low=1.0, high=width)
 
 
 def test_a_rate_that_is_never_too_much_is_said():
     with pytest.raises(ValueError, match="are not too much"):
-        bisected(lambda rate: True, low=1.0, high=2.0)
+        bisected(lambda rate: 0.0, low=1.0, high=2.0)
 
 
 @pytest.mark.parametrize("kind", ["homogeneous", "naive"])
@@ -52,7 +85,7 @@ def test_the_backlog_of_even_equal_prompts_grows_beyond_lambda_max_and_not_below
     at = planned(kind, of=of)
     requests = [TraceRequest(1.0 * i, 20_000, 1024) for i in range(1, 801)]
     for factor, is_kept in [(0.98, True), (1.02, False)]:
-        kept = keeps_up(
+        grows_by = growth_at(
             of,
             at,
             requests,
@@ -61,7 +94,7 @@ def test_the_backlog_of_even_equal_prompts_grows_beyond_lambda_max_and_not_below
             options=SimulationOptions(),
             seed=0,
         )
-        assert kept == is_kept
+        assert (grows_by <= GROWTH) == is_kept
 
 
 @pytest.mark.slow
