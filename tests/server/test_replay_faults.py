@@ -30,18 +30,27 @@ SAID = [
     Spot(FrameType.ACK, "in_header"),
 ]
 RECORDS = [Spot(TLS_DATA, "in_header"), Spot(TLS_DATA, "in_payload", 2)]
-GOES_ON = ("cut", "half_close", "flip", "twice", "delay", "hold")
-ENDS = ("gone", "black_hole", "swallow", "again")
+GOES_ON = ("cut", "half_close", "flip", "twice", "again", "delay", "hold")
+ENDS = ("gone", "black_hole", "swallow")
+
+
+@pytest.fixture(autouse=True)
+def _no_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page is a frame of its own however fast the streams are, so that faults find their places."""
+    monkeypatch.setattr("prfaas.transport.sending.RUN_S", 0.0)
 
 
 def cases(guard: str) -> list[Fault]:
     """Every kind of fault at places of every kind of frame; fewer where only TLS records are seen."""
     if guard == "tls":
         return [Fault(0, kind, at, seconds=0.02) for kind in GOES_ON for at in RECORDS]
-    sent = [Fault(0, kind, at, seconds=0.02) for kind in GOES_ON for at in SENT]
-    said = [
-        Fault(0, kind, at, direction="up", seconds=0.02) for kind in ("cut", "flip") for at in SAID
+    sent = [Fault(0, kind, at) for kind in ("cut", "half_close", "flip", "again") for at in SENT]
+    sent += [
+        Fault(0, kind, at, seconds=0.02) for kind in ("twice", "delay", "hold") for at in PAGES
     ]
+    said = [Fault(0, kind, at, direction="up") for kind in ("cut", "flip", "again") for at in SAID]
+    words = [Fault(0, kind, SAID[1], direction="up") for kind in ("flip", "again")]
+    said += [Fault(0, "cut", PAGES[1], then=word) for word in words]
     sent.append(Fault(0, "slow", PAGES[0]))
     every = [*sent, *said, *(Fault(0, kind, at) for kind in ENDS for at in PAGES[1:])]
     return every[::3] if guard == "key" else every
@@ -104,7 +113,8 @@ async def test_whatever_the_link_does_the_answer_is_the_local_one(guard, tmp_pat
                 nodes, f"hurt-{number}", "remote", num_tokens=NUM_TOKENS, salt=f"{number}"
             )
             assert drawn == local, fault
-            await nodes.relay.hurt()
+            if record.route == "remote":  # else a loaded machine may have stalled before its place
+                await nodes.relay.hurt()
             check_record(record, fault)
             routes.append(record.route)
             await well_again(nodes)
