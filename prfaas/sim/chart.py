@@ -9,6 +9,8 @@ WIDTH, HEIGHT = 560, 380
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 40, 92
 COLOURS = ("#0b6e99", "#c2571a", "#4c8c2b", "#222222")
 DASHES = ("", "6 3", "2 3", "")
+MORE_DASHES = ("2 3", "", "6 3", "8 3 2 3", "8 3 2 3", "8 3 2 3", "", "6 3")
+"""Of the lines after the first ones, none of them on a colour that has it."""
 LEGEND_ROWS, ROW = 2, 18
 """Lines of names that HEIGHT has room for, two names each, and what one more takes."""
 
@@ -94,9 +96,10 @@ def _chart(chart: Chart) -> Iterator[str]:
         is_left = x_at(chart.marked_x) < WIDTH / 2
         anchor, offset = ("start", 5) if is_left else ("end", -5)
         yield _text(x_at(chart.marked_x) + offset, TOP + 12, chart.mark_label, anchor)
+    dashes = DASHES + MORE_DASHES
     for index, line in enumerate(chart.series):
         colour = COLOURS[index % len(COLOURS)]
-        dash = DASHES[(index + index // len(COLOURS)) % len(DASHES)]
+        dash = dashes[index % len(dashes)]
         for run in _runs(line, chart.y_max):
             points = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in run)
             yield (

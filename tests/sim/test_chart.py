@@ -106,3 +106,15 @@ def test_matplotlib_draws_the_same_charts(tmp_path):
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
     write_charts([chart([(0, 1), (1, math.inf)], marked_x=0.5)], tmp_path / "f.png")
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_many_lines_look_unlike_each_other_and_their_names_have_room():
+    lines = [[(0, index), (1, index + 1)] for index in range(12)]
+    root = ElementTree.fromstring(svg([chart(*lines)]))
+    looks = [
+        (line.attrib["stroke"], line.attrib["stroke-dasharray"])
+        for line in root.iter(f"{SVG}polyline")
+    ]
+    assert len(set(looks)) == 12
+    names = {text.text: float(text.attrib["y"]) for text in root.iter(f"{SVG}text")}
+    assert max(names[f"s{index}"] for index in range(12)) < float(root.attrib["height"])
