@@ -61,7 +61,7 @@ class Events:
         """Schedule an action some seconds from now; raises ValueError as `at`."""
         time_s = self.now_s + delay_s
         if not self.now_s <= time_s < inf:
-            raise ValueError(f"an event in {delay_s} s, at {self.now_s} s")
+            raise ValueError(f"an event at {time_s} s, at {self.now_s} s")
         event = Event(time_s, action)
         heappush(self._heap, (time_s, priority, self._sequence(), event))
         return event
