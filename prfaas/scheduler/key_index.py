@@ -13,7 +13,8 @@ class KeyIndex:
         self._max_keys = max_keys_per_node
         self._bits: dict[bytes, int] = {}
         """Never 0."""
-        self._keys: dict[int, set[bytes]] = {}
+        self._keys: dict[int, dict[bytes, None]] = {}
+        """Not sets: the garbage collector would walk through a million keys, and stop everything."""
         self.num_refused = 0
         """Keys that a full node was not credited with."""
 
@@ -23,21 +24,21 @@ class KeyIndex:
 
     def add(self, node: int, keys: Iterable[bytes]) -> None:
         """Credit a node with keys, as many as it may have."""
-        bits, bit, held = self._bits, 1 << node, self._keys.setdefault(node, set())
+        bits, bit, held = self._bits, 1 << node, self._keys.setdefault(node, {})
         for key in keys:
             if len(held) >= self._max_keys and key not in held:
                 self.num_refused += 1
                 continue
-            held.add(key)
+            held[key] = None
             bits[key] = bits.get(key, 0) | bit
 
     def remove(self, node: int, keys: Iterable[bytes]) -> None:
         """Take keys from a node; those that it does not have are gone already."""
-        bits, bit, held = self._bits, 1 << node, self._keys.get(node, set())
+        bits, bit, held = self._bits, 1 << node, self._keys.get(node, {})
         for key in keys:
             if key not in held:
                 continue
-            held.remove(key)
+            del held[key]
             if bits[key] == bit:
                 del bits[key]
             else:
@@ -45,7 +46,8 @@ class KeyIndex:
 
     def replace(self, node: int, keys: Sequence[bytes]) -> None:
         """Let a node have these keys and no others."""
-        self.remove(node, self._keys.get(node, set()).difference(keys))
+        kept = frozenset(keys)
+        self.remove(node, [key for key in self._keys.get(node, ()) if key not in kept])
         self.add(node, keys)
 
     def clear(self, node: int) -> None:
