@@ -24,6 +24,7 @@ from prfaas.server.engine_thread import EngineStream, EngineThread, StepEngine
 from prfaas.server.links import Links
 from prfaas.server.node import NodeLoad, Progress
 from prfaas.server.node_load import node_load
+from prfaas.server.places import bytes_of_places, places_of_snapshots
 from prfaas.server.prefill_job import PrefillJob
 from prfaas.server.prefix_finder import PrefixFinder
 from prfaas.server.prior import expected_tokens_per_s, read_prior
@@ -225,14 +226,23 @@ class PrefillNode:
             raise BadRequest(f"have_tokens = {asked.have_tokens} is not a whole number of blocks")
         if asked.snapshot_tokens % self._identity.block_tokens:
             raise BadRequest(f"snapshot_tokens = {asked.snapshot_tokens} is no multiple of a block")
-        num_bytes = self._cache.layout.bytes_needed(len(prompt), asked.have_tokens)
-        if asked.credit_bytes < num_bytes:
-            raise BadRequest(f"a credit of {asked.credit_bytes} bytes for {num_bytes} bytes of KV")
         # Room for a token behind the first, or our limit would end an answer that its own lets go on.
         if len(prompt) + 2 > self._max_context_tokens:
             raise BadRequest(f"{len(prompt)} prompt tokens, limit {self._max_context_tokens - 2}")
         if max(prompt) >= self._vocab_size:
             raise BadRequest(f"token id {max(prompt)}, vocabulary of {self._vocab_size}")
+        self._check_credit(asked)
+
+    def _check_credit(self, asked: TransferRequest) -> None:
+        """Raise BadRequest where pages that will be sent would never fit."""
+        layout, num_tokens = self._cache.layout, len(asked.request.prompt_tokens)
+        snapshots = places_of_snapshots(
+            layout, num_tokens, asked.have_tokens, asked.snapshot_tokens
+        )
+        num_bytes = layout.bytes_needed(num_tokens, asked.have_tokens)
+        num_bytes += bytes_of_places(layout, snapshots)
+        if asked.credit_bytes < num_bytes:
+            raise BadRequest(f"a credit of {asked.credit_bytes} bytes for {num_bytes} bytes of KV")
 
     async def _reserve(self, asked: TransferRequest) -> BlockTable:
         request = asked.request

@@ -363,8 +363,8 @@ class OutgoingTransfer:
     def check_lease(self, now_s: float, lease_s: float) -> None:
         """End the transfer if its receiver has owed something for too long.
 
-        It owes to attach streams, to read what was sent, to acknowledge the end, and to say what of a
-        lost stream arrived. While it owes nothing the lease stands still.
+        It owes to attach streams, to read what was sent, to acknowledge the end, to say what of a lost
+        stream arrived, and credit for the next page. While it owes nothing the lease stands still.
         """
         if self._progress_s is None or not self._is_owed:
             self._progress_s = now_s
@@ -381,6 +381,7 @@ class OutgoingTransfer:
             not any(not lane.is_lost for lane in lanes)
             or any(lane.is_blocked or lane.is_over for lane in lanes)
             or any(lane.is_lost and not lane.is_told for lane in lanes)
+            or (bool(self._pages) and self.view(self._pages[0]).nbytes > self._credit.free_bytes)
         )
 
     def check(self) -> None:

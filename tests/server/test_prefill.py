@@ -147,6 +147,11 @@ def test_what_is_held_and_what_is_sent_make_up_what_is_needed(num_tokens, have_b
         ({"identity": replace(IDENTITY, kv_dtype="int4")}, IncompatiblePeer, "'int4' there"),
         ({"have_tokens": 3}, BadRequest, "have_tokens = 3"),
         ({"credit_bytes": 99}, BadRequest, "a credit of 99 bytes"),
+        (
+            {"credit_bytes": HYBRID.bytes_needed(100), "snapshot_tokens": 2 * BLOCK_TOKENS},
+            BadRequest,
+            f"a credit of {HYBRID.bytes_needed(100)} bytes",
+        ),
         ({"request": request(CONTEXT_TOKENS)}, BadRequest, f"{CONTEXT_TOKENS} prompt tokens"),
         ({"request": request(prompt_tokens=(1, VOCAB_SIZE))}, BadRequest, f"id {VOCAB_SIZE}"),
     ],

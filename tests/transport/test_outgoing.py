@@ -324,6 +324,22 @@ def test_a_receiver_that_owes_something_has_so_long(state, limit_s):
     assert transfer.outcome == "expired"
 
 
+def test_a_transfer_whose_credit_is_used_up_falls_to_its_lease():
+    transfer = make_transfer(credit_bytes=2 * PAGE_BYTES)
+    lane = transfer.attach(attach(0), CHECKSUM)
+    for block in range(2):
+        transfer.put_page(place(block))
+    assert len(take_all(transfer, lane)) == 2
+    transfer.check_lease(0.0, LEASE_S)
+    transfer.check_lease(1000.0, LEASE_S)
+    transfer.put_page(place(2))
+    assert transfer.take(lane) is None
+    transfer.check_lease(1000.0 + LEASE_S - 0.1, LEASE_S)
+    assert transfer.outcome is None
+    transfer.check_lease(1000.0 + LEASE_S + 0.1, LEASE_S)
+    assert transfer.outcome == "expired"
+
+
 def test_a_receiver_that_owes_nothing_has_all_the_time():
     transfer = make_transfer()
     transfer.attach(attach(0), CHECKSUM)
