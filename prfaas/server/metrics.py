@@ -79,6 +79,8 @@ class _LoadCollector(Collector):
                 families["pages"].add_metric([state], load.pages.get(state, 0))
             for peer, is_usable in load.peers_usable.items():
                 families["peers"].add_metric([peer], is_usable)
+            for peer, is_by_http in load.peers_by_http.items():
+                families["http_peers"].add_metric([peer], is_by_http)
             yield from cache_families(load)
             yield from link_families(load)
         else:
@@ -97,6 +99,9 @@ def _load_families() -> dict[str, GaugeMetricFamily]:
         ),
         "peers": GaugeMetricFamily(
             "prfaas_peer_usable", "1: prefills may be sent to this peer now.", labels=["peer"]
+        ),
+        "http_peers": GaugeMetricFamily(
+            "prfaas_peer_by_http", "1: KV comes as answers of HTTP from this peer.", labels=["peer"]
         ),
     }
 

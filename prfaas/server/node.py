@@ -44,6 +44,8 @@ class NodeLoad:
     pages: Mapping[PageState, int] = field(default_factory=dict)
     peers_usable: Mapping[str, bool] = field(default_factory=dict)
     """Peer address -> whether the router would send a prefill there now."""
+    peers_by_http: Mapping[str, bool] = field(default_factory=dict)
+    """Peer address -> whether KV comes as answers of HTTP from there, not over raw connections."""
     links: Mapping[str, LinkView] = field(default_factory=dict)
     """Node at the other end -> its link, while KV streams to it are open."""
     lookups: LookupCounts | None = None

@@ -14,6 +14,7 @@ def node_load(
     *,
     num_transfers: int,
     peers_usable: Mapping[str, bool] | None = None,
+    peers_by_http: Mapping[str, bool] | None = None,
     links: Mapping[str, LinkView] | None = None,
 ) -> NodeLoad:
     """Return one look at both; the page states add up to all pages."""
@@ -29,6 +30,7 @@ def node_load(
             "transfer": counts.num_transfer,
         },
         peers_usable=peers_usable or {},
+        peers_by_http=peers_by_http or {},
         links=links or {},
         lookups=counts.lookups,
         num_evictions=counts.num_evictions,

@@ -123,6 +123,7 @@ class PdNode:
             self._cache,
             num_transfers=0 if peer is None else self._router.peer(peer.name).num_inflight,
             peers_usable={} if peer is None else {peer.name: peer.is_usable},
+            peers_by_http={} if peer is None else {peer.name: peer.client.uses_http},
             links={} if peer is None else peer.links.views,
         )
 

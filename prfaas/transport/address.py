@@ -31,11 +31,16 @@ def parse_address(text: str) -> PeerAddress:
 
 
 @contextlib.contextmanager
-def as_transfer_errors(address: PeerAddress) -> Iterator[None]:
-    """Map what sockets and aiohttp raise to TransferError, once, at the door."""
+def as_transfer_errors(address: PeerAddress, hint: str = "") -> Iterator[None]:
+    """Map what sockets and aiohttp raise to TransferError, once, at the door.
+
+    `hint` is said where the peer closed the connection instead of answering.
+    """
     try:
         yield
     except TimeoutError as error:
         raise TransferTimeout(f"peer {address}: nothing verified within the deadline") from error
+    except aiohttp.ServerDisconnectedError as error:
+        raise TransferError(f"peer {address}: closed the connection{hint}") from error
     except (OSError, aiohttp.ClientError) as error:
         raise TransferError(f"peer {address}: {str(error) or type(error).__name__}") from error

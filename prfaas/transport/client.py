@@ -24,6 +24,7 @@ from prfaas.errors import (
     TransferError,
     UntrustedPeer,
 )
+from prfaas.log import get_logger
 from prfaas.transport.address import PeerAddress, as_transfer_errors
 from prfaas.transport.auth import AskerSide, Hello, Session, encode_hello, is_same
 from prfaas.transport.cluster_key import ClusterKey
@@ -70,8 +71,9 @@ MEASURE_PATH = "/kv/v1/measure"
 FRAMES_PATH = "/kv/v1/frames"
 ATTACH_HEADER = "Prfaas-Attach"
 """An ATTACH frame in base64: it comes back as the frames of its transfer."""
-UNUPGRADED_STATUSES = frozenset({200, 400, 404, 405, 426, 501})
-"""What is answered to an upgrade where a proxy took the wish for one away, or does not know it."""
+UNPROVEN, FULL = 401, 503
+"""What a peer that has raw streams answers to an upgrade; anything else but 101 is a proxy's, or that of a
+server that knows of none."""
 HTTP_FOR_S = 60.0
 """So long after such an answer the next raw stream is tried."""
 
@@ -102,9 +104,16 @@ class PeerClient:
         self._uses_http = options.kv_channel == "http"
         self._retry_raw_s: float | None = None
         """When raw streams may be tried again that were refused; None: they were not."""
+        self._tls_hint = "; does it speak TLS? --tls-ca" if tls is None else ""
+        """Empty once the peer has answered."""
         self._tasks: asyncio.TaskGroup | None = None
         self._raw_streams: list[RawStream] = []
         self.streams = WarmStreams(self._dial_raw, 0 if self._uses_http else options.streams)
+
+    @property
+    def uses_http(self) -> bool:
+        """Frames come as answers of HTTP."""
+        return self._uses_http
 
     def open_ports(self) -> list[StreamPort]:
         """Return the connections of all raw streams, idle or not."""
@@ -209,8 +218,9 @@ class PeerClient:
     async def dial(self) -> RawStream:
         """Return a new stream: a raw one, or where only HTTP gets through an HTTP answer to be.
 
-        Raises TransferError. Once an upgrade was answered as if nobody had asked for one, HTTP is used
-        until `heard` has found that a raw stream opens again.
+        Raises TransferError, or Overloaded where the peer has too many streams. Once an upgrade was
+        answered by something that knows of none, HTTP is used until `heard` has found that a raw
+        stream opens again.
         """
         if not self._uses_http:
             try:
@@ -253,19 +263,31 @@ class PeerClient:
             stream = RawStream(port, rest, peer_seal=seals.peer, our_seal=seals.asker)
             self._raw_streams = [s for s in self._raw_streams if s.is_open] + [stream]
             if self._retry_raw_s is not None:
-                self._retry_raw_s, self._uses_http = None, False
-                self.streams.num_idle = self._options.streams
+                self._retry_raw_s = None
+                self._change_channel(uses_http=False, status=101)
             return stream
         except UpgradeRefused as error:
             port.close()
-            if error.status in UNUPGRADED_STATUSES:
-                self._uses_http = True
+            if error.status == FULL:
+                raise Overloaded(f"peer {self.address}: no room for another stream") from error
+            if error.status != UNPROVEN:
                 self._retry_raw_s = self._clock() + HTTP_FOR_S
-                self.streams.num_idle = 0
+                self._change_channel(uses_http=True, status=error.status)
             raise
         except BaseException:
             port.close()
             raise
+
+    def _change_channel(self, *, uses_http: bool, status: int) -> None:
+        """Use the other channel from here on, and say so if it is another; `status` answered an upgrade."""
+        self.streams.num_idle = 0 if uses_http else self._options.streams
+        if uses_http != self._uses_http:
+            self._uses_http = uses_http
+            log, peer = get_logger(), str(self.address)
+            if uses_http:
+                log.warning("peer.channel", peer=peer, channel="http", status=status)
+            else:
+                log.info("peer.channel", peer=peer, channel="stream", status=status)
 
     def _seals(self, stream_id: str) -> StreamSeals:
         is_tls = self._security.tls is not None
@@ -301,11 +323,12 @@ class PeerClient:
         counter, signature = self._trust.sign("POST", path, body)
         session = self._trust.session
         headers = {"Content-Type": "application/json", **signature}
-        with as_transfer_errors(self.address):
+        with as_transfer_errors(self.address, self._tls_hint):
             async with (
                 asyncio.timeout(self._options.stall_timeout_s),
                 self._session.post(path, data=body, headers=headers) as response,
             ):
+                self._tls_hint = ""
                 reply = await _read_bounded(response)
                 if response.status >= 300:
                     raise _refusal(response, reply, self.address)

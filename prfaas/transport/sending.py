@@ -39,6 +39,12 @@ UNSENT_S = 0.05
 MIN_UNSENT_BYTES = 64 << 10
 LOOK_S = 0.25
 """How often is looked how fast a stream is that makes its sender wait."""
+NEW_S = 60.0
+"""A stream must carry a transfer within this: whoever opened it may be anybody."""
+IDLE_S = 600.0
+"""One that has carried a transfer must carry the next within this."""
+REPLY_S = 5.0
+"""Who has attached to nothing must read that within this."""
 LEASE_LOOKS = 8
 """How often in a lease is looked whether it is over."""
 
@@ -117,7 +123,10 @@ class _Gone(Exception):
 
 
 class SendingStream:
-    """One raw stream at its sender. `run` serves it until the asker leaves or `close` is called."""
+    """One raw stream at its sender.
+
+    `run` serves it until the asker leaves, lets it idle for too long, or `close` is called.
+    """
 
     def __init__(
         self,
@@ -140,6 +149,7 @@ class SendingStream:
         self._run_bytes = 0
         """Of a run of pages, at most; 0 as long as it is not known how fast the stream is."""
         self._looked_s = self._loop.time()
+        self._idle_until_s = self._loop.time() + NEW_S
         self._find = find
         self._budget = budget
         self._count_sent = count_sent
@@ -233,8 +243,9 @@ class SendingStream:
                 if self._pending is not None:
                     await self._serve(self._pending)
                 else:
-                    await self._wait()
-        except (OSError, _Gone):
+                    async with asyncio.timeout_at(self._idle_until_s):
+                        await self._wait()
+        except (OSError, TimeoutError, _Gone):
             return
         finally:
             self.port.stop()
@@ -252,7 +263,10 @@ class SendingStream:
             lane = transfer.attach(attach, self._seal)
         except TransferError as error:
             self._pending = None
-            await self._put([encode_frame(FrameType.ERROR, str(error).encode(), self._seal)], None)
+            async with asyncio.timeout(REPLY_S):
+                await self._put(
+                    [encode_frame(FrameType.ERROR, str(error).encode(), self._seal)], None
+                )
             return
         self._transfer, self._lane = transfer, lane
         self._looked_s = self._loop.time()
@@ -266,6 +280,7 @@ class SendingStream:
                         await self._send(transfer, lane, encoder)
         finally:
             transfer.on_news.discard(self._wake)
+            self._idle_until_s = self._loop.time() + IDLE_S
             if self._has_left() or not lane.is_over:
                 transfer.lose(lane)
                 self._left = True

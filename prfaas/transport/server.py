@@ -11,6 +11,7 @@ DELETE /kv/v1/transfers/{id}          I no longer want it
 
 import asyncio
 import base64
+import resource
 import secrets
 from collections.abc import Callable
 from typing import Protocol
@@ -60,6 +61,10 @@ from prfaas.transport.sending import SendingStream, take_port
 from prfaas.transport.stream_seals import StreamSeals, stream_seals
 from prfaas.transport.wire import FrameType, refuse_pages
 
+MAX_OPEN_STREAMS = 512
+FILES_FRACTION = 0.25
+"""Of the files that the process may open: so many streams, two files each, at most."""
+
 
 class TransferService(Protocol):
     """What the routes ask of the prefill node."""
@@ -97,6 +102,7 @@ class KvChannel:
         attach_wait_s: a stream may be attached so long before its transfer is asked for.
         budget: what all transfers together may send; no stream is paced faster.
         congestion: names the congestion control of the streams; None leaves the system's.
+        max_streams: open at once, idle or not; beyond them an upgrade is answered with 503.
     """
 
     def __init__(
@@ -107,6 +113,7 @@ class KvChannel:
         budget: EgressBudget | None = None,
         congestion: str | None = None,
         attach_wait_s: float = ATTACH_WAIT_S,
+        max_streams: int | None = None,
     ) -> None:
         self.streams: set[SendingStream] = set()
         """Open ones, idle or not."""
@@ -114,6 +121,7 @@ class KvChannel:
         self._gate = gate
         self._budget = budget or EgressBudget(None, 1)
         self._congestion = congestion
+        self._max_streams = _max_open_streams() if max_streams is None else max_streams
         self._expected = ExpectedTransfers(service.transfer, wait_s=attach_wait_s)
 
     def routes(self) -> list[web.RouteDef]:
@@ -249,6 +257,8 @@ class KvChannel:
             caller = self.caller(request, stream_id.encode("utf-8", "surrogateescape"))
         except UntrustedPeer as error:
             return refusal(error)
+        if len(self.streams) >= self._max_streams:
+            return refusal(Overloaded(f"{len(self.streams)} streams are open, limit is as many"))
         transport = request.transport
         if transport is not None and not transport.get_write_buffer_size():
             # else gone, or pipelined behind an answer that is not sent yet
@@ -324,6 +334,13 @@ class KvChannel:
             self.streams.discard(stream)
             port.close()
             transport.abort()
+
+
+def _max_open_streams() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_OPEN_STREAMS
+    return max(1, min(MAX_OPEN_STREAMS, int(FILES_FRACTION * soft)))
 
 
 def _seals(request: web.Request, stream_id: str, caller: Caller | None) -> StreamSeals:

@@ -174,6 +174,7 @@ class FakeNode:
             num_running=self.num_running,
             pages={"free": 3, "cached": 2},
             peers_usable={"127.0.0.1:8100": True},
+            peers_by_http={"127.0.0.1:8100": False},
         )
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:

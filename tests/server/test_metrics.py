@@ -54,7 +54,13 @@ def test_gauges_are_what_the_node_says_at_the_scrape():
     metrics = Metrics(version="1", role="pd")
     assert not any(name == "prfaas_requests_running" for name, _ in samples(metrics))
     load = [
-        NodeLoad(num_running=2, num_waiting=1, pages={"cached": 4}, peers_usable={"p:1": False})
+        NodeLoad(
+            num_running=2,
+            num_waiting=1,
+            pages={"cached": 4},
+            peers_usable={"p:1": False},
+            peers_by_http={"p:1": True},
+        )
     ]
     metrics.watch(lambda: load[0])
     metrics.set_ready(is_ready=True)
@@ -64,6 +70,7 @@ def test_gauges_are_what_the_node_says_at_the_scrape():
     assert read["prfaas_cache_pages", (("state", "cached"),)] == 4
     assert read["prfaas_cache_pages", (("state", "free"),)] == 0
     assert read["prfaas_peer_usable", (("peer", "p:1"),)] == 0
+    assert read["prfaas_peer_by_http", (("peer", "p:1"),)] == 1
     assert read["prfaas_build_info", (("role", "pd"), ("version", "1"))] == 1
     assert read["prfaas_ready", ()] == 1
     load[0] = NodeLoad(num_running=7)

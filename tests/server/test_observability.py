@@ -61,6 +61,7 @@ def exercised() -> Metrics:
         lambda: NodeLoad(
             links={"peer": LinkState().view()},
             peers_usable={"peer": True},
+            peers_by_http={"peer": False},
             lookups=LookupCounts(),
             turns=TurnCounts(),
             store=STORE,

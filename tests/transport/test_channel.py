@@ -18,12 +18,14 @@ from prfaas.errors import (
     TransferTimeout,
 )
 from prfaas.transport.address import PeerAddress, parse_address
+from prfaas.transport.attach import Attach, encode_attach
 from prfaas.transport.client import PeerClient
 from prfaas.transport.flow import EgressBudget
 from prfaas.transport.kv_numbers import KvNumbers
 from prfaas.transport.messages import TransferAccepted, TransferRequest
 from prfaas.transport.outgoing import OutgoingTransfer
 from prfaas.transport.pulling import Pulling
+from prfaas.transport.seals import NumberedChecksumSeal
 from prfaas.transport.sending import BATCH_BYTES
 from prfaas.transport.stream import RawStream
 from prfaas.transport.wire import FrameType, encode_frame, encode_progress
@@ -421,12 +423,67 @@ async def test_a_peer_that_talks_nonsense_is_a_transfer_error(answer):
 
 
 @pytest.mark.parametrize(
-    "answer", [b"", b"HTTP/1.1 503 Busy\r\n\r\n", b"x" * 20_000, b"HTTP/1.1 101 Switching"]
+    "answer", [b"", b"HTTP/1.1 401 No\r\n\r\n", b"x" * 20_000, b"HTTP/1.1 101 Switching"]
 )
 async def test_a_peer_that_does_not_upgrade_is_a_transfer_error(answer):
     async with fake_peer(answer) as client:
         with pytest.raises(TransferError):
             await client.dial()
+        assert not client.uses_http
+
+
+async def test_a_peer_that_has_too_many_streams_is_overloaded():
+    async with channel(streams=2) as (service, client):
+        service.channel._max_streams = 2
+        await warm(client)
+        with pytest.raises(Overloaded, match="no room for another stream"):
+            await client.dial()
+        assert not client.uses_http
+        service.num_pages = 3
+        held = Pages()
+        await pull_all(client, held)
+        held.check(3)
+
+
+@pytest.mark.parametrize("carries", [False, True])
+async def test_a_stream_that_carries_nothing_is_closed(monkeypatch, carries):
+    monkeypatch.setattr("prfaas.transport.sending.NEW_S", 30.0 if carries else 0.05)
+    monkeypatch.setattr("prfaas.transport.sending.IDLE_S", 0.05 if carries else 30.0)
+    async with channel(streams=1) as (service, client):
+        service.num_pages = 3
+        await warm(client, 1)
+        first = next(iter(service.channel.streams))
+        if carries:
+            await pull_all(client, Pages())
+        while first in service.channel.streams:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        held = Pages()
+        await pull_all(client, held, asked(transfer_id="n" * 32))
+        held.check(3)
+
+
+async def test_words_for_transfers_that_do_not_exist_keep_no_stream(monkeypatch):
+    monkeypatch.setattr("prfaas.transport.sending.NEW_S", 0.1)
+    attach = Attach(transfer_id="x" * 32, capability="c" * 32, stream=0, resumes=((0, 0),))
+    word = encode_attach(attach)
+    async with channel(streams=0) as (service, client):
+        reader, writer = await asyncio.open_connection(client.address.host, client.address.port)
+        writer.write(b"GET /kv/v1/stream HTTP/1.1\r\nUpgrade: prfaas-kv\r\n")
+        writer.write(b"Host: a\r\nConnection: Upgrade\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        seal, num_words = NumberedChecksumSeal(), 0
+        while service.channel.streams:
+            writer.write(encode_frame(FrameType.ATTACH, word, seal))
+            num_words += 1
+            await asyncio.sleep(0.02)
+        assert num_words > 1
+        writer.close()
+
+
+async def test_a_peer_that_closes_instead_of_answering_may_want_tls():
+    async with fake_peer(b"") as client:
+        with pytest.raises(TransferError, match="does it speak TLS"):
+            await client.handshake(IDENTITY)
 
 
 UPGRADED = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: prfaas-kv\r\n\r\n"

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
+import structlog
 from aiohttp import web
 
 from prfaas.transport.address import PeerAddress
@@ -131,6 +132,30 @@ async def test_raw_streams_are_tried_again_a_minute_after_only_http_got_through(
         held.check(3)
         assert pulling.num_streams_lost == 0
         assert len(service.channel.streams) >= OPTIONS.streams
+
+
+@pytest.mark.parametrize("status", [200, 302, 403, 404, 500, 502])
+async def test_whatever_a_proxy_answers_to_an_upgrade_http_is_used_and_said_once(status):
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {status} Whatever\r\n\r\n".encode())
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = PeerClient(PeerAddress("127.0.0.1", server.sockets[0].getsockname()[1]), OPTIONS)
+    try:
+        with structlog.testing.capture_logs() as entries:
+            for _ in range(2):
+                stream = await client.dial()
+                assert isinstance(stream.port, HttpPort)
+                stream.close()
+        assert client.uses_http
+        said = [(e["event"], e["channel"], e["status"]) for e in entries]
+        assert said == [("peer.channel", "http", status)]
+    finally:
+        await client.close()
+        server.close()
+        await server.wait_closed()
 
 
 async def test_behind_a_proxy_that_strips_the_upgrade_http_is_used_by_itself():
