@@ -39,6 +39,8 @@ class PrefillJob:
     """
 
     def __init__(self, *, asked: TransferRequest, table: BlockTable, layout: CacheLayout) -> None:
+        self._loop = asyncio.get_running_loop()
+        haste_s = asked.deadline_s
         self.transfer = OutgoingTransfer(
             transfer_id=asked.transfer_id,
             page_view=self._page_view,
@@ -46,12 +48,12 @@ class PrefillJob:
             credit_bytes=asked.credit_bytes,
             codec=asked.codec,
             numbers=kv_numbers(layout, asked.identity),
+            deadline_s=None if haste_s is None else self._loop.time() + haste_s,
         )
         self._asked = asked
         self._table = table
         self._layout = layout
         self._tokens_done = table.hit_tokens
-        self._loop = asyncio.get_running_loop()
         num_tokens = len(asked.request.prompt_tokens)
         self._unsent = set(places_to_send(layout, num_tokens, asked.have_tokens))
         self._unsent_snapshots = set(

@@ -119,6 +119,7 @@ class RemotePrefiller:
             credit_bytes=self._layout.bytes_needed(num_tokens, have_tokens)
             + bytes_of_places(self._layout, snapshots),
             snapshot_tokens=every if snapshots else 0,
+            deadline_s=attempt.local_estimate_s,
         )
         pull = Pull(
             layout=self._layout,

@@ -83,7 +83,9 @@ async def _piece(
 async def _may_send(transfer: OutgoingTransfer, budget: EgressBudget, num_bytes: int) -> None:
     loop = asyncio.get_running_loop()
     if num_bytes:
-        while wait_s := budget.ask(transfer.transfer_id, num_bytes, now_s=loop.time()):  # noqa: ASYNC110  # it is told when
+        while wait_s := budget.ask(  # noqa: ASYNC110  # it is told when
+            transfer.transfer_id, num_bytes, now_s=loop.time(), deadline_s=transfer.deadline_s
+        ):
             await asyncio.sleep(wait_s)
 
 

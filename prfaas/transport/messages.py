@@ -66,6 +66,8 @@ class TransferRequest:
     """Page bytes, as they are decoded, that the asker has reserved room for; no more may be sent."""
     snapshot_tokens: int = 0
     """Windows and states are wanted at its multiples, too, so that a broken transfer leaves a prefix."""
+    deadline_s: float | None = None
+    """From now on, after which the asker would rather have computed it itself; None is no haste."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,7 @@ def encode_transfer_request(asked: TransferRequest) -> bytes:
             "capability": asked.capability,
             "credit_bytes": asked.credit_bytes,
             "snapshot_tokens": asked.snapshot_tokens,
+            "deadline_s": asked.deadline_s,
         }
     )
 
@@ -150,6 +153,7 @@ def parse_transfer_request(data: bytes) -> TransferRequest:
         capability=capability_of(value),
         credit_bytes=count_of(value, "credit_bytes", 0, 1 << 62),
         snapshot_tokens=count_of(value, "snapshot_tokens", 0, MAX_TOKEN_ID),
+        deadline_s=None if value.get("deadline_s") is None else number_of(value, "deadline_s", 0),
     )
 
 

@@ -61,12 +61,15 @@ class OutgoingTransfer:
         credit_bytes: int,
         codec: CodecName = "raw",
         numbers: KvNumbers | None = None,
+        deadline_s: float | None = None,
     ) -> None:
         self.transfer_id = transfer_id
         self.codec = codec
         """What the receiver asked for."""
         self.numbers = numbers or KvNumbers()
         """What is in the pages."""
+        self.deadline_s = deadline_s
+        """When it should have ended, on the loop's clock; None is no haste."""
         self.capability = capability
         """Whoever shows this may attach streams; only the asker knows it."""
         self.outcome: str | None = None

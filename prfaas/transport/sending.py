@@ -150,6 +150,9 @@ class SendingStream:
         """Of a run of pages, at most; 0 as long as it is not known how fast the stream is."""
         self._looked_s = self._loop.time()
         self._idle_until_s = self._loop.time() + NEW_S
+        rate = budget.rate_bytes_per_s
+        self._budget_bytes = BATCH_BYTES if rate is None else max(1, round(RUN_S * rate))
+        """What is taken at once waits for the budget together, and first tokens behind it."""
         self._find = find
         self._budget = budget
         self._count_sent = count_sent
@@ -315,7 +318,7 @@ class SendingStream:
             return [run]
         pieces: list[Piece] = []
         num_bytes = 0
-        batch_bytes = min(BATCH_BYTES, self._unsent_bytes)
+        batch_bytes = min(BATCH_BYTES, self._unsent_bytes, self._budget_bytes)
         while num_bytes < batch_bytes and len(pieces) < BATCH_PIECES:
             item = transfer.take(lane)
             if item is None:
@@ -377,7 +380,12 @@ class SendingStream:
 
     async def _may_send(self, transfer: OutgoingTransfer, num_bytes: int) -> None:
         """Return once the egress budget has room for the bytes."""
-        while wait_s := self._budget.ask(transfer.transfer_id, num_bytes, now_s=self._loop.time()):
+        while wait_s := self._budget.ask(
+            transfer.transfer_id,
+            num_bytes,
+            now_s=self._loop.time(),
+            deadline_s=transfer.deadline_s,
+        ):
             await asyncio.sleep(wait_s)
             if self._has_left() or self._is_vain:
                 raise _Gone

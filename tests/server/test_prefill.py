@@ -163,6 +163,22 @@ async def test_what_it_cannot_do_is_refused_before_any_work(changes, error, word
         assert nodes.prefill_cache.counts().lookups.num_queries == 0
 
 
+async def test_a_transfer_is_due_when_its_asker_would_have_computed_it():
+    async with fleet() as nodes:
+        started_s = asyncio.get_running_loop().time()
+        for number, haste_s in enumerate((None, 100.0)):
+            one = asked(number=number, deadline_s=haste_s)
+            await nodes.prefill.node.open(one)
+            transfer = nodes.prefill.node.transfer(one.transfer_id)
+            assert transfer is not None
+            if haste_s is None:
+                assert transfer.deadline_s is None
+            else:
+                assert transfer.deadline_s is not None
+                assert transfer.deadline_s >= started_s + haste_s
+            assert nodes.prefill.node.cancel(one.transfer_id)
+
+
 async def test_a_second_transfer_of_one_id_is_refused_and_the_first_goes_on():
     async with fleet() as nodes, client_of(nodes) as client:
         received = Received()

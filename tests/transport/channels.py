@@ -73,6 +73,7 @@ class Service:
             capability=asked.capability,
             credit_bytes=asked.credit_bytes,
             codec=asked.codec,
+            deadline_s=asked.deadline_s,
         )
         if self.num_pages is not None:
             for block in range(self.num_pages):

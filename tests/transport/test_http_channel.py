@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 
 import aiohttp
 import pytest
@@ -13,8 +13,10 @@ from prfaas.transport.address import PeerAddress
 from prfaas.transport.auth import PeerSide
 from prfaas.transport.client import HTTP_FOR_S, PeerClient
 from prfaas.transport.cluster_key import ClusterKey
+from prfaas.transport.flow import EgressBudget
 from prfaas.transport.http_port import HttpPort
 from prfaas.transport.security import ChannelSecurity
+from prfaas.transport.sending import RUN_S
 from tests.relay import Fault, Relay
 from tests.transport.channels import OPTIONS, Pages, channel, ended, pull_all, warm
 from tests.transport.samples import IDENTITY, asked
@@ -156,6 +158,40 @@ async def test_whatever_a_proxy_answers_to_an_upgrade_http_is_used_and_said_once
         await client.close()
         server.close()
         await server.wait_closed()
+
+
+class NotingBudget(EgressBudget):
+    """Notes the deadlines with which it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(1e6, 2 * NUM_PAGES * PAGE_BYTES)
+        self.deadlines_s: set[float | None] = set()
+        self.largest_bytes = 0
+
+    def ask(
+        self, transfer: Hashable, num_bytes: int, *, now_s: float, deadline_s: float | None = None
+    ) -> float:
+        self.deadlines_s.add(deadline_s)
+        self.largest_bytes = max(self.largest_bytes, num_bytes)
+        return super().ask(transfer, num_bytes, now_s=now_s, deadline_s=deadline_s)
+
+
+@pytest.mark.parametrize("kv_channel", ["http", "stream"])
+async def test_what_a_transfer_sends_is_due_by_its_deadline(kv_channel):
+    budget = NotingBudget()
+    async with channel(budget=budget, page_bytes=PAGE_BYTES, kv_channel=kv_channel) as (
+        service,
+        client,
+    ):
+        service.num_pages = NUM_PAGES
+        held, request = Pages(PAGE_BYTES), asked(deadline_s=4.5)
+        async with client.pull(request, held) as pulling:
+            while not pulling.is_finished:
+                await pulling.step()
+        held.check(NUM_PAGES)
+    assert budget.deadlines_s == {4.5}
+    if kv_channel == "stream":  # more than 10 ms of the budget is not taken at once
+        assert budget.largest_bytes < RUN_S * 1e6 + PAGE_BYTES
 
 
 async def test_behind_a_proxy_that_strips_the_upgrade_http_is_used_by_itself():

@@ -63,8 +63,13 @@ json_values = st.recursive(
 )
 
 
-@given(request=requests, want_logits=st.booleans(), accept=st.booleans())
-def test_a_transfer_request_round_trips(request, want_logits, accept):
+@given(
+    request=requests,
+    want_logits=st.booleans(),
+    accept=st.booleans(),
+    deadline_s=st.none() | st.floats(0, 1e9),
+)
+def test_a_transfer_request_round_trips(request, want_logits, accept, deadline_s):
     asked = TransferRequest(
         transfer_id=ASKED.transfer_id,
         identity=IDENTITY,
@@ -74,6 +79,7 @@ def test_a_transfer_request_round_trips(request, want_logits, accept):
         want_logits=want_logits,
         capability=ASKED.capability,
         credit_bytes=ASKED.credit_bytes,
+        deadline_s=deadline_s,
     )
     assert parse_transfer_request(encode_transfer_request(asked)) == asked
 
@@ -103,7 +109,7 @@ def test_a_missing_field_is_refused_by_name_unless_absent_means_none(path):
     value = json.loads(encode_transfer_request(ASKED))
     del (value if len(path) == 1 else value["sampling"])[path[-1]]
     data = json.dumps(value).encode()
-    if path[-1] in ("top_k", "num_logprobs"):
+    if path[-1] in ("top_k", "num_logprobs", "deadline_s"):
         assert parse_transfer_request(data) == ASKED
         return
     with pytest.raises(ProtocolError, match=path[-1]):
