@@ -177,10 +177,9 @@ def test_a_working_copy_takes_the_bytes_that_were_announced(exact: Exact) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_logits_equal_transformers(tmp_path: Path, family: Family, seed: int) -> None:
+def test_logits_equal_transformers(tmp_path: Path, family: Family) -> None:
     transformers: Any = pytest.importorskip("transformers")
-    directory = write_tiny_model(tmp_path, family, seed)
+    directory = write_tiny_model(tmp_path, family, seed=1)
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()

@@ -38,7 +38,6 @@ def bytes_of(path: Path) -> dict[str, bytes]:
 def test_killed_at_random_the_demo_leaves_nothing_and_the_next_one_answers(directory):
     rng, model = random.Random(3), bytes_of(directory / "tiny")
     for victim, number in (
-        ("prefill", signal.SIGKILL),
         ("pd", signal.SIGKILL),
         ("demo", signal.SIGTERM),
     ):

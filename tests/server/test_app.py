@@ -437,13 +437,13 @@ with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_process_on_uvloop_exits_with_0_and_its_port_is_free_at_once(number):
+async def test_a_process_on_uvloop_exits_with_0_and_its_port_is_free_at_once():
     port = free_port()
     command = [sys.executable, "-c", PROCESS.format(root=str(ROOT)), str(port)]
     async with aiohttp.ClientSession() as session:
         client = Client(session, port)
-        for _ in range(2):  # the second start follows at once, with a connection left open
+        # The second start follows at once, with a connection left open.
+        for number in (signal.SIGTERM, signal.SIGINT):
             process = await asyncio.create_subprocess_exec(
                 *command, cwd=ROOT, stdout=asyncio.subprocess.DEVNULL
             )

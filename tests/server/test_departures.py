@@ -34,7 +34,8 @@ async def leave(nodes: Fleet, variant: int) -> None:
 
 @pytest.mark.slow
 async def test_two_hundred_clients_that_leave_between_prefill_and_decode_pin_no_page():
-    async with fleet(layout=HYBRID, max_transfers=AT_ONCE) as nodes:
+    # A machine that stands still must not end a transfer: no engine computes here while the gate is closed.
+    async with fleet(layout=HYBRID, max_transfers=AT_ONCE, stall_timeout_s=30.0) as nodes:
         most_in_flight = 0
 
         async def watch() -> None:

@@ -48,7 +48,7 @@ async def test_a_peer_that_is_gone_before_the_request_means_a_local_prefill():
 
 @layouts
 @pytest.mark.parametrize("kind", ["cut", "flip", "gone"])
-@pytest.mark.parametrize("fraction", [0.0, 0.02, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.95])
 async def test_a_stream_cut_or_damaged_anywhere_gives_the_local_answer(layout, kind, fraction):
     """One stream that breaks is replaced; where none gets through any more the rest is computed here."""
     async with fleet(layout=layout, stall_timeout_s=0.5) as nodes:
@@ -330,7 +330,7 @@ async def leave_with_an_exception(nodes: Fleet, variant: int) -> None:
 )
 async def test_clients_that_leave_in_any_phase_leave_nothing_held(layout, leave):
     async with fleet(layout=layout) as nodes:
-        for variant in range(15):
+        for variant in range(6):
             await leave(nodes, variant)
             nodes.prefill_engine.max_prefill_steps = None
         await nodes.at_rest()

@@ -90,8 +90,7 @@ async def test_a_transfer_that_breaks_leaves_the_longest_state_with_all_its_kv(
         nodes.relay.fault = None
 
 
-@pytest.mark.parametrize("family", ["kimi_linear", "gemma3"])
-@pytest.mark.parametrize("percent", [60, 80])
+@pytest.mark.parametrize(("family", "percent"), [("kimi_linear", 80), ("gemma3", 60)])
 async def test_a_transfer_that_breaks_leaves_its_last_snapshot(family, percent, models):
     """Without snapshots on the way only the prompt's end would do, which has not come."""
     model = models(family)

@@ -46,7 +46,7 @@ async def test_cut_and_damaged_transfers_give_the_local_answer(family, tmp_path,
         length = nodes.relay.stream_bytes
         salvaged = []
         for index, (kind, fraction) in enumerate(
-            [("gone", 0.1), ("gone", 0.5), ("black_hole", 0.5), ("gone", 0.9), ("gone", 0.95)]
+            [("gone", 0.5), ("black_hole", 0.5), ("gone", 0.9)]
         ):
             nodes.relay.fault = Fault(int(length * fraction), kind)
             drawn, record = await ask(nodes, f"hurt-{index}", "remote")
@@ -60,8 +60,8 @@ async def test_cut_and_damaged_transfers_give_the_local_answer(family, tmp_path,
             whole, record = await ask(nodes, f"whole-{index}", "remote")
             assert (whole, record.route) == (local, "remote")
         if family == "llama":
-            assert salvaged[1] > 0
-            assert salvaged[3] > salvaged[1]
+            assert salvaged[0] > 0
+            assert salvaged[2] > salvaged[0]
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llama"])

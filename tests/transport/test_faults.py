@@ -76,9 +76,7 @@ async def all_ended(service: Service, client: PeerClient) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cut", "flip", "half_close", "twice", "again", "delay", "hold"])
-@pytest.mark.parametrize(
-    ("guard", "num_streams"), [("open", 1), ("open", 3), ("key", 2), ("tls", 2)]
-)
+@pytest.mark.parametrize(("guard", "num_streams"), [("open", 1), ("key", 3), ("tls", 2)])
 async def test_a_fault_at_any_place_of_what_is_sent_costs_at_most_a_frame_a_stream(
     guard, kind, num_streams, files
 ):
