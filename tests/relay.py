@@ -8,6 +8,7 @@ from typing import Literal
 
 from prfaas.transport.seals import CHECKSUM_BYTES, MAC_BYTES
 from prfaas.transport.wire import FrameType
+from tests.accepting import accept_no_more
 from tests.frame_scanner import FrameScanner, Part, Spot
 
 STREAM_START = b"GET /kv/v1/stream"
@@ -126,6 +127,7 @@ class Relay:
 
     async def close(self) -> None:
         if self._server is not None:
+            await accept_no_more(self._server)
             self._server.close()
             await self.cut_all()
             await asyncio.sleep(0.05)  # transports close their sockets some turns later

@@ -22,6 +22,7 @@ from prfaas.transport.handshake import Identity
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.security import ChannelSecurity
 from prfaas.types import Request, RequestRecord, RouteName, SamplingParams, TokenEvent
+from tests.accepting import accept_no_more
 from tests.relay import Relay, tag_bytes
 from tests.server.scripted_engine import BLOCK_TOKENS, HYBRID, VOCAB_SIZE, ScriptedEngine
 
@@ -106,6 +107,7 @@ class PrefillHost:
         self.node = make()
         self.port = 0
         self._runner: web.AppRunner | None = None
+        self._site: web.TCPSite | None = None
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         await self.node.start(tasks)
@@ -113,13 +115,14 @@ class PrefillHost:
         app.add_routes(self.node.routes())
         self._runner = web.AppRunner(app, shutdown_timeout=0.5)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self._tls)
-        await site.start()
+        self._site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self._tls)
+        await self._site.start()
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
         await self.node.close()
-        if self._runner is not None:
+        if self._runner is not None and self._site is not None:
+            await accept_no_more(self._site._server)
             await self._runner.cleanup()
 
     async def restart(self, tasks: asyncio.TaskGroup) -> None:

@@ -29,6 +29,7 @@ from prfaas.transport.security import ChannelSecurity
 from prfaas.transport.sending import outlive
 from prfaas.transport.server import KvChannel
 from prfaas.transport.wire import Frame, FrameHeader, FrameType
+from tests.accepting import accept_no_more
 from tests.transport.samples import ASKED, IDENTITY
 
 OPTIONS = TransportOptions(connect_timeout_s=2.0, stall_timeout_s=2.0)
@@ -121,7 +122,8 @@ async def channel(
         app.add_routes(kv.routes())
         runner = web.AppRunner(app, shutdown_timeout=0.2, handler_cancellation=True)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
+        await site.start()
         port = runner.addresses[0][1]
         if via is not None:
             await via.start(port)
@@ -139,6 +141,7 @@ async def channel(
             keeping.cancel()
             await client.close()
             kv.close()
+            await accept_no_more(site._server)
             await runner.cleanup()
             if via is not None:
                 await via.close()
