@@ -150,7 +150,7 @@ scripts = st.builds(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "kimi_linear"])
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     history=st.lists(scripts, min_size=1, max_size=5),
     max_batch=st.integers(1, 4),
