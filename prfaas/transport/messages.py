@@ -4,45 +4,34 @@ Nothing here trusts its input: a value of another type, a number out of range or
 a ProtocolError that names the field.
 """
 
-import base64
-import math
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from prfaas.errors import ProtocolError
 from prfaas.transport.fields import (
-    MAX_LIST_ITEMS,
     MAX_TOKEN_ID,
-    binary_of,
     count_of,
     dump,
-    encode_tokens,
     items_of,
-    log_number_of,
     name_of,
     number_of,
-    or_null,
-    pair_of,
     parse_object,
     shown,
-    token_id_of,
-    tokens_of,
     typed,
 )
 from prfaas.transport.handshake import Identity, parse_identity
-from prfaas.types import (
-    FinishReason,
-    Request,
-    SamplingParams,
-    TokenEvent,
-    TokenLogprobs,
+from prfaas.transport.request_json import (
+    parse_request,
+    parse_token,
+    request_fields,
+    token_fields,
 )
+from prfaas.types import Request, TokenEvent
 
 CodecName = Literal["raw", "zstd", "auto", "fp16", "int8", "fp8", "auto-lossy"]
 """auto: each page raw or zstd, as the link and the codec make it arrive sooner; auto-lossy: or int8."""
 CODEC_NAMES: tuple[CodecName, ...] = get_args(CodecName)
 
-MAX_CHOICES = 128
 CAPABILITY_BYTES = 16
 
 
@@ -109,17 +98,12 @@ class PeerStatus:
 
 def encode_transfer_request(asked: TransferRequest) -> bytes:
     """Return the body of POST /kv/v1/transfers."""
-    request = asked.request
     return dump(
         {
             "transfer_id": asked.transfer_id,
             "identity": asked.identity.to_json(),
             "accept_approximate": asked.accept_approximate,
-            "request_id": request.request_id,
-            "prompt_tokens": encode_tokens(request.prompt_tokens),
-            "num_choices": request.num_choices,
-            "cache_salt": base64.b64encode(request.cache_salt).decode(),
-            "sampling": _encode_sampling(request.sampling),
+            **request_fields(asked.request),
             "have_tokens": asked.have_tokens,
             "want_logits": asked.want_logits,
             "codec": asked.codec,
@@ -135,19 +119,13 @@ def parse_transfer_request(data: bytes) -> TransferRequest:
     """Return the request in `data`, or raise ProtocolError naming the field at fault."""
     value = parse_object(data)
     transfer_id = name_of(value, "transfer_id", 32)
-    prompt_tokens = tokens_of(value, "prompt_tokens")
+    request = parse_request(value)
     return TransferRequest(
         transfer_id=transfer_id,
         identity=parse_identity(value.get("identity")),
         accept_approximate=typed(value, "accept_approximate", bool),
-        request=Request(
-            request_id=typed(value, "request_id", str)[:128],
-            prompt_tokens=prompt_tokens,
-            sampling=_parse_sampling(typed(value, "sampling", dict)),
-            num_choices=count_of(value, "num_choices", 1, MAX_CHOICES),
-            cache_salt=binary_of(value, "cache_salt"),
-        ),
-        have_tokens=count_of(value, "have_tokens", 0, len(prompt_tokens) - 1),
+        request=request,
+        have_tokens=count_of(value, "have_tokens", 0, len(request.prompt_tokens) - 1),
         want_logits=typed(value, "want_logits", bool),
         codec=codec_of(value),
         capability=capability_of(value),
@@ -171,99 +149,18 @@ def codec_of(value: dict[str, Any]) -> CodecName:
     raise ProtocolError(f"field codec is not one of {', '.join(CODEC_NAMES)}")
 
 
-def _encode_sampling(sampling: SamplingParams) -> dict[str, object]:
-    return {
-        "max_tokens": sampling.max_tokens,
-        "seed": sampling.seed,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "logit_bias": [(token, or_null(bias)) for token, bias in sampling.logit_bias],
-        "num_logprobs": sampling.num_logprobs,
-        "stop_token_ids": sampling.stop_token_ids,
-    }
-
-
-def _parse_sampling(value: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=count_of(value, "max_tokens", 1, MAX_TOKEN_ID),
-        seed=count_of(value, "seed", 0, (1 << 64) - 1),
-        temperature=number_of(value, "temperature", 0),
-        top_p=number_of(value, "top_p", 0, 1),
-        top_k=None if value.get("top_k") is None else count_of(value, "top_k", 1, MAX_TOKEN_ID),
-        min_p=number_of(value, "min_p", 0, 1),
-        presence_penalty=number_of(value, "presence_penalty", -math.inf),
-        frequency_penalty=number_of(value, "frequency_penalty", -math.inf),
-        repetition_penalty=number_of(value, "repetition_penalty", 0),
-        logit_bias=tuple(pair_of(item, "logit_bias") for item in items_of(value, "logit_bias")),
-        num_logprobs=None
-        if value.get("num_logprobs") is None
-        else count_of(value, "num_logprobs", 0, MAX_LIST_ITEMS),
-        stop_token_ids=tuple(
-            token_id_of(item, "stop_token_ids") for item in items_of(value, "stop_token_ids")
-        ),
-    )
-
-
 def encode_first_tokens(events: list[TokenEvent]) -> bytes:
     """Return the payload of FIRST_TOKENS: the first drawn token of every choice."""
-    return dump(
-        {
-            "tokens": [
-                {
-                    "choice": event.choice_index,
-                    "id": event.token_id,
-                    "finish_reason": event.finish_reason,
-                    "logprobs": None
-                    if event.logprobs is None
-                    else {
-                        "logprob": or_null(event.logprobs.logprob),
-                        "top": [(token, or_null(p)) for token, p in event.logprobs.top],
-                    },
-                }
-                for event in events
-            ]
-        }
-    )
+    return dump({"tokens": [token_fields(event) for event in events]})
 
 
 def parse_first_tokens(data: bytes, request: Request) -> list[TokenEvent]:
     """Return one event for each choice of `request`, in order, or raise ProtocolError."""
     items = items_of(parse_object(data), "tokens")
-    events = [_parse_token(item, request.request_id) for item in items]
+    events = [parse_token(item, request.request_id) for item in items]
     if [event.choice_index for event in events] != list(range(request.num_choices)):
         raise ProtocolError(f"first tokens do not cover {request.num_choices} choices in order")
     return events
-
-
-def _parse_token(item: object, request_id: str) -> TokenEvent:
-    if not isinstance(item, dict):
-        raise ProtocolError("field tokens has an item that is no object")
-    finish_reason = item.get("finish_reason")
-    if finish_reason not in (None, "stop", "length"):
-        raise ProtocolError("field finish_reason has an unknown value")
-    return TokenEvent(
-        request_id=request_id,
-        choice_index=count_of(item, "choice", 0, MAX_CHOICES),
-        token_id=count_of(item, "id", 0, MAX_TOKEN_ID),
-        logprobs=_parse_logprobs(item.get("logprobs")),
-        finish_reason=cast("FinishReason | None", finish_reason),
-    )
-
-
-def _parse_logprobs(value: object) -> TokenLogprobs | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise ProtocolError("field logprobs is no object")
-    return TokenLogprobs(
-        logprob=log_number_of(value.get("logprob"), "logprob"),
-        top=tuple(pair_of(item, "top") for item in items_of(value, "top")),
-    )
 
 
 def encode_totals(totals: TransferTotals) -> bytes:
