@@ -15,7 +15,7 @@ MAX_BLOCK_TOKENS = 1 << 16
 MAX_WINDOW_TOKENS = 1 << 32
 MAX_PAGE_BYTES = 1 << 32
 MAX_STATE_BYTES = 1 << 40
-MAX_NAME_LENGTH = 64
+MAX_NAME_LENGTH = 256
 
 _FIELDS = {
     "full": ("page_bytes", "row_items"),

@@ -93,7 +93,7 @@ def test_any_other_value_is_refused_or_is_a_layout(data):
         ((), {"version": "2"}, "layout.block_tokens is missing"),
         (("extra",), 1, "layout has fields besides"),
         (("version",), "", "layout.version"),
-        (("version",), "9" * 65, "layout.version"),
+        (("version",), "9" * 257, "layout.version"),
         (("block_tokens",), 0, "layout.block_tokens"),
         (("block_tokens",), True, "layout.block_tokens"),
         (("block_tokens",), 1 << 40, "layout.block_tokens"),
