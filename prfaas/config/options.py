@@ -46,6 +46,20 @@ class HttpOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """Options of the `[fleet]` section: the fleet that a node is a member of."""
+
+    scheduler: str | None = None
+    """host:port of the scheduler; None is a node on its own."""
+    cluster: str = "default"
+    """Nodes of one cluster share a fast network."""
+    advertise: str | None = None
+    """host:port at which others reach this node, and its name; None is where it listens."""
+    mode: Literal["prefill", "decode", "both"] = "both"
+    """What a pd node does at first; the scheduler may change it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogOptions:
     """Options of the `[log]` section."""
 
@@ -65,4 +79,5 @@ class NodeConfig:
     cache: CacheOptions = field(default_factory=CacheOptions)
     transport: TransportOptions = field(default_factory=TransportOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    fleet: FleetOptions = field(default_factory=FleetOptions)
     log: LogOptions = field(default_factory=LogOptions)

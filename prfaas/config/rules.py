@@ -1,11 +1,15 @@
 """What must hold between settings, beyond the limits of each."""
 
 import ipaddress
+import re
 from collections.abc import Callable
 
 from prfaas.cache.options import CacheOptions
-from prfaas.config.options import NodeConfig
+from prfaas.config.options import FleetOptions, NodeConfig
 from prfaas.errors import ConfigError
+from prfaas.transport.options import TransportOptions
+
+_CLUSTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 NameOf = Callable[[str], str]
 """Setting's key -> how the person who set it wrote it: a flag, a variable or a TOML key."""
@@ -69,6 +73,7 @@ def check_rules(config: NodeConfig, name_of: NameOf, *, listens: bool = True) ->
     if listens:
         _check_listener(config, name_of)
     _check_peer(config, name_of, listens=listens)
+    _check_fleet(config, name_of, listens=listens)
 
 
 def _check_replay(config: NodeConfig, name_of: NameOf) -> None:
@@ -111,24 +116,37 @@ def _check_tls(config: NodeConfig, name_of: NameOf) -> None:
             f"{name_of(f'transport.tls_{alone}')} has no effect without"
             f" {name_of(f'transport.tls_{missing}')}"
         )
-    if config.role == "prefill":
-        needed, given = "cert", transport.tls_ca
+    given = {"cert": transport.tls_cert, "ca": transport.tls_ca}
+    if config.role == "scheduler" or config.fleet.scheduler is not None:
+        needed: tuple[str, ...] = ("cert", "ca")  # it is reached by others, and reaches them
     else:
-        needed, given = "ca", transport.tls_cert
-    if given is not None and getattr(transport, f"tls_{needed}") is None:
-        name = name_of("transport.tls_ca" if needed == "cert" else "transport.tls_cert")
-        raise ConfigError(f"{name} has no effect without {name_of(f'transport.tls_{needed}')}")
+        needed = ("cert",) if config.role == "prefill" else ("ca",)
+    for missing in needed:
+        (other,) = given.keys() - {missing}
+        if given[other] is not None and given[missing] is None:
+            raise ConfigError(
+                f"{name_of(f'transport.tls_{other}')} has no effect without"
+                f" {name_of(f'transport.tls_{missing}')}"
+            )
 
 
 def _check_listener(config: NodeConfig, name_of: NameOf) -> None:
     host = config.http.host
-    if config.role != "prefill" or is_loopback(host):
+    if is_loopback(host) or not _serves_nodes(config):
         return
     if config.transport.tls_cert is None and not config.transport.allow_plaintext:
         raise ConfigError(
-            f"{name_of('http.host')}: {host} serves KVCache unencrypted beyond this machine; give it"
+            f"{name_of('http.host')}: {host} serves {_served(config)} unencrypted beyond this machine; give it"
             " --tls-cert and --tls-key, or allow it with --allow-plaintext on a network you trust"
         )
+
+
+def _serves_nodes(config: NodeConfig) -> bool:
+    return config.role != "pd" or config.fleet.scheduler is not None
+
+
+def _served(config: NodeConfig) -> str:
+    return "nodes" if config.role == "scheduler" else "KVCache"
 
 
 def _check_peer(config: NodeConfig, name_of: NameOf, *, listens: bool) -> None:
@@ -148,6 +166,74 @@ def _check_peer(config: NodeConfig, name_of: NameOf, *, listens: bool) -> None:
             f"{name}: KVCache from {host} would cross the network unencrypted; check the peer's"
             " certificate with --tls-ca, or allow it with --allow-plaintext on a network you trust"
         )
+
+
+def _check_fleet(config: NodeConfig, name_of: NameOf, *, listens: bool) -> None:
+    """A member of a fleet can be reached and reaches its scheduler; others have no settings of one."""
+    if config.role == "scheduler":
+        return
+    if config.fleet.scheduler is None:
+        _check_alone(config, name_of)
+        return
+    name = name_of("fleet.scheduler")
+    try:
+        host, port = split_peer(config.fleet.scheduler)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    if listens and port == config.http.port and _is_same_host(host, config.http.host):
+        raise ConfigError(f"{name}: {config.fleet.scheduler} is this node's own address")
+    transport = config.transport
+    if not (is_loopback(host) or transport.tls_ca is not None or transport.allow_plaintext):
+        raise ConfigError(
+            f"{name}: what this node tells {host} would cross the network unencrypted; check the"
+            " scheduler's certificate with --tls-ca, or allow it with --allow-plaintext on a network you trust"
+        )
+    if not _CLUSTER.fullmatch(config.fleet.cluster):
+        raise ConfigError(
+            f"{name_of('fleet.cluster')}: {config.fleet.cluster!r} is no name: up to"
+            " 64 letters, digits and . _ -, the first of them a letter or digit"
+        )
+    _check_advertised(config, name_of)
+
+
+def _check_advertised(config: NodeConfig, name_of: NameOf) -> None:
+    key, host = "http.host", config.http.host
+    if config.fleet.advertise is not None:
+        key = "fleet.advertise"
+        try:
+            host, _ = split_peer(config.fleet.advertise)
+        except ValueError as error:
+            raise ConfigError(f"{name_of(key)}: {error}") from None
+    if _is_wildcard(host):
+        raise ConfigError(
+            f"{name_of(key)}: {host} is no address at which other nodes reach this one; name one with"
+            f" {name_of('fleet.advertise')}"
+        )
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host == "*"
+
+
+def _check_alone(config: NodeConfig, name_of: NameOf) -> None:
+    defaults: dict[str, tuple[FleetOptions | TransportOptions, tuple[str, ...]]] = {
+        "fleet": (FleetOptions(), ("cluster", "advertise", "mode")),
+        "transport": (
+            TransportOptions(),
+            ("lease_s", "max_transfers", "egress_limit_bytes_per_s")
+            if config.role == "pd"
+            else ("connect_timeout_s",),
+        ),
+    }
+    for section, (options, names) in defaults.items():
+        for name in names:
+            if getattr(getattr(config, section), name) != getattr(options, name):
+                raise ConfigError(
+                    f"{name_of(f'{section}.{name}')} has no effect without {name_of('fleet.scheduler')}"
+                )
 
 
 def _is_same_host(host: str, other: str) -> bool:

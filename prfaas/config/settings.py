@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from prfaas.cache.options import CacheOptions
-from prfaas.config.options import HttpOptions, LogOptions, ModelOptions, Role
+from prfaas.config.options import FleetOptions, HttpOptions, LogOptions, ModelOptions, Role
 from prfaas.engine.options import EngineOptions
 from prfaas.engine.replay_options import ReplayOptions
 from prfaas.scheduler.options import SchedulerOptions
@@ -21,6 +21,7 @@ SECTIONS: dict[str, type[Any]] = {
     "cache": CacheOptions,
     "transport": TransportOptions,
     "scheduler": SchedulerOptions,
+    "fleet": FleetOptions,
     "log": LogOptions,
 }
 """TOML table -> the options it fills, in the order they are printed."""
@@ -96,21 +97,25 @@ def _setting(key: str, help_text: str, **limits: Any) -> Setting:
 
 
 _PD: tuple[Role, ...] = ("pd",)
-_PREFILL: tuple[Role, ...] = ("prefill",)
+_NODES: tuple[Role, ...] = ("prefill", "pd")
+_API: tuple[Role, ...] = ("pd", "scheduler")
 
 SETTINGS: tuple[Setting, ...] = (
-    _setting("role", "pd serves the API and decodes; prefill computes KVCache for others."),
+    _setting(
+        "role",
+        "pd serves the API and decodes; prefill computes KVCache for others; scheduler fronts both.",
+    ),
     _setting(
         "model.model", "A fetched name, a GGUF file, or a Hugging Face directory or repository."
     ),
     _setting(
-        "model.served_model_name", "What clients call the model. Default: its name.", roles=_PD
+        "model.served_model_name", "What clients call the model. Default: its name.", roles=_API
     ),
     _setting("model.chat_template", "A jinja file used instead of the checkpoint's template."),
     _setting("http.host", "Address to listen on."),
     _setting(
         "http.port",
-        "Port to listen on. Default: pd 8000, prefill 8100.",
+        "Port to listen on. Default: pd 8000, prefill 8100, scheduler 8200.",
         minimum=1,
         maximum=65_535,
     ),
@@ -130,22 +135,22 @@ SETTINGS: tuple[Setting, ...] = (
     _setting(
         "http.cors_allow_origin",
         "Origin that browsers may call from, or *. Default: none.",
-        roles=_PD,
+        roles=_API,
     ),
     _setting(
-        "http.api_key", "Clients must show this as a bearer token.", is_secret=True, roles=_PD
+        "http.api_key", "Clients must show this as a bearer token.", is_secret=True, roles=_API
     ),
     _setting(
         "http.api_key_file",
         "Tenants' keys, one a line, mode 0600. They share no cache; they open /v1 only.",
-        roles=_PD,
+        roles=_API,
     ),
     _setting(
         "http.heartbeat_s",
         "A stream that is silent this long gets a comment line. Default: none.",
         above=0,
         maximum=86_400,
-        roles=_PD,
+        roles=_API,
     ),
     _setting(
         "engine.kind",
@@ -156,69 +161,94 @@ SETTINGS: tuple[Setting, ...] = (
         "engine.profile",
         "A profile's TOML file: what replay keeps to; a model's TTFT is predicted by it at first.",
     ),
-    _setting("engine.device", "cpu, cuda or cuda:N. Only a CPU gives exact answers."),
+    _setting("engine.device", "cpu, cuda or cuda:N. Only a CPU gives exact answers.", roles=_NODES),
     _setting(
         "engine.dtype",
         "Of packed weights. auto: float16 on a CPU, bfloat16 (of KV, too) on CUDA.",
+        roles=_NODES,
     ),
     _setting(
         "engine.numerics",
         "strict: linear mixers give equal bits for any cut, at a cost; attention always does.",
+        roles=_NODES,
     ),
     _setting(
         "engine.threads",
         "Torch threads. Default: all cores. Two nodes on one machine: cores / nodes.",
         minimum=1,
         maximum=1024,
+        roles=_NODES,
     ),
-    _setting("engine.max_batch_sequences", "Sequences that run at once.", minimum=1, maximum=4096),
+    _setting(
+        "engine.max_batch_sequences",
+        "Sequences that run at once.",
+        minimum=1,
+        maximum=4096,
+        roles=_NODES,
+    ),
     _setting(
         "engine.chunk_tokens",
         "Prefill tokens of one step; a multiple of the block.",
         minimum=1,
         maximum=1 << 20,
+        roles=_NODES,
     ),
-    _setting("engine.kv_ram_bytes", "Working KV of running sequences.", minimum=1 << 20),
+    _setting(
+        "engine.kv_ram_bytes", "Working KV of running sequences.", minimum=1 << 20, roles=_NODES
+    ),
     _setting(
         "engine.max_context_tokens",
         "Prompt plus completion. Default: the model's limit.",
         minimum=2,
+        roles=_NODES,
     ),
     _setting(
         "engine.max_waiting_requests",
         "Requests that may wait; beyond it 503.",
         minimum=1,
         maximum=1 << 20,
+        roles=_NODES,
     ),
     _setting(
         "replay.speed",
         "With --engine replay: so many times as fast as the profile.",
         above=0,
         maximum=1e6,
+        roles=_NODES,
     ),
     _setting(
         "replay.bytes_scale",
         "With --engine replay: the part of the profile's KV bytes that is really made and sent.",
         above=0,
         maximum=1,
+        roles=_NODES,
     ),
-    _setting("cache.ram_bytes", "Prefix cache in RAM.", minimum=1 << 20, typed_name="cache_ram"),
+    _setting(
+        "cache.ram_bytes",
+        "Prefix cache in RAM.",
+        minimum=1 << 20,
+        typed_name="cache_ram",
+        roles=_NODES,
+    ),
     _setting(
         "cache.dir",
         "Directory that keeps the prefix cache on disk, one node's at a time. Default: none.",
         needs_section=True,
+        roles=_NODES,
     ),
     _setting(
         "cache.disk_bytes",
         "With --cache-dir: what its files may take.",
         minimum=1 << 20,
         typed_name="cache_disk",
+        roles=_NODES,
     ),
     _setting(
         "cache.tenant_disk_bytes",
         "With --cache-dir: what one API key's pages may take. Default: as much as all.",
         minimum=1 << 20,
         typed_name="cache_tenant_disk",
+        roles=_NODES,
     ),
     _setting(
         "cache.ttl_s",
@@ -226,31 +256,34 @@ SETTINGS: tuple[Setting, ...] = (
         above=0,
         maximum=10 * 365 * 86_400,
         typed_name="cache_ttl",
+        roles=_NODES,
     ),
     _setting(
         "cache.zero_freed",
         "With --cache-dir: overwrite its files before they are deleted.",
         typed_name="cache_zero",
+        roles=_NODES,
     ),
     _setting(
         "cache.block_tokens",
         "Tokens of one block; the same on both sides of a transfer.",
         minimum=1,
         maximum=4096,
+        roles=_NODES,
     ),
     _setting(
         "cache.snapshot_tokens",
         "Keep windows and states every so many prompt tokens, a multiple of the block. 0: do not.",
         minimum=0,
         maximum=1 << 24,
+        roles=_NODES,
     ),
     _setting("transport.peer", "host:port of the prefill node for long prompts.", roles=_PD),
     _setting(
         "transport.connect_timeout_s",
-        "How long to wait for a connection to the peer.",
+        "How long to wait for a connection to a peer, a node or the scheduler.",
         above=0,
         maximum=3600,
-        roles=_PD,
     ),
     _setting(
         "transport.stall_timeout_s",
@@ -264,19 +297,19 @@ SETTINGS: tuple[Setting, ...] = (
         "A transfer without progress is dropped after this.",
         above=0,
         maximum=86_400,
-        roles=_PREFILL,
+        roles=_NODES,
     ),
     _setting(
         "transport.max_transfers",
         "Transfers served at once; more are refused.",
         minimum=1,
         maximum=1 << 16,
-        roles=_PREFILL,
+        roles=_NODES,
     ),
     _setting(
         "transport.accept_numerics",
         "approximate: take KV from a peer with other numerics; answers say exact: false.",
-        roles=_PD,
+        roles=_API,
     ),
     _setting("transport.allow_plaintext", "The KV channel may leave loopback unencrypted."),
     _setting(
@@ -304,30 +337,52 @@ SETTINGS: tuple[Setting, ...] = (
     _setting(
         "transport.tcp_congestion",
         "Congestion control of the KV channel's connections, as the kernel names it. Default: its own.",
+        roles=_NODES,
     ),
     _setting(
         "transport.egress_limit_bytes_per_s",
         "KV is sent no faster, over all transfers together: 800Mbit. Default: no limit.",
         minimum=1000,
         typed_name="egress_limit",
-        roles=_PREFILL,
+        roles=_NODES,
     ),
     _setting(
         "transport.cluster_key_file",
         "A file of mode 600 whose secret both sides of the KV channel must prove to have.",
     ),
     _setting(
-        "transport.tls_cert", "PEM certificate (chain) that this node shows on the KV channel."
+        "transport.tls_cert",
+        "PEM certificate (chain) that this node shows; in a fleet, its port then speaks TLS alone.",
     ),
     _setting("transport.tls_key", "PEM key of --tls-cert."),
     _setting(
         "transport.tls_ca",
-        "PEM of who signs the other side's certificates. pd: use TLS; prefill: demand one of every peer.",
+        "PEM of who signs the other side's certificates: reach it by TLS; prefill: demand one of every peer.",
     ),
     _setting(
         "scheduler.threshold_tokens",
         "With --peer: prompts with more uncached tokens than this are prefilled there.",
         minimum=0,
+        roles=_PD,
+    ),
+    _setting(
+        "fleet.scheduler",
+        "host:port of the scheduler of the fleet that this node joins. Default: none.",
+        roles=_NODES,
+    ),
+    _setting(
+        "fleet.cluster",
+        "With --scheduler: the cluster that this node is in; its nodes share a fast network.",
+        roles=_NODES,
+    ),
+    _setting(
+        "fleet.advertise",
+        "With --scheduler: host:port at which others reach this node. Default: --host and --port.",
+        roles=_NODES,
+    ),
+    _setting(
+        "fleet.mode",
+        "With --scheduler: what this node does until it is told otherwise.",
         roles=_PD,
     ),
     _setting("log.level", "Least severe event that is logged.", needs_section=True),

@@ -102,7 +102,13 @@ def test_an_empty_variable_is_a_wrong_value_not_an_absent_one():
     [
         ({"role": "prefill", "peer": "127.0.0.1:9"}, "--peer has no effect with role prefill"),
         ({"role": "prefill", "threshold_tokens": "1"}, "--threshold-tokens has no effect"),
-        ({"role": "pd", "lease_s": "1"}, "--lease-s has no effect .* belongs to role prefill"),
+        ({"role": "pd", "lease_s": "1"}, "--lease-s has no effect without --scheduler"),
+        ({"role": "scheduler", "lease_s": "1"}, "--lease-s .* belongs to role prefill or pd"),
+        (
+            {"role": "scheduler", "scheduler": "h:1"},
+            "--scheduler has no effect with role scheduler",
+        ),
+        ({"role": "prefill", "mode": "both"}, "--mode has no effect with role prefill"),
         ({"role": "scheduler", "peer": "127.0.0.1:9"}, "--peer has no effect with role scheduler"),
     ],
 )

@@ -35,7 +35,7 @@ def test_loading_a_printed_configuration_gives_it_again(flags):
         assert load_config(flags={}, environ={}, config_path=path) == config
 
 
-@pytest.mark.parametrize("role", ["pd", "prefill"])
+@pytest.mark.parametrize("role", ["pd", "prefill", "scheduler"])
 def test_exactly_the_settings_that_the_role_heeds_are_shown(role):
     text = render_toml(load_config(flags={"role": role}, environ={}))
     for setting in SETTINGS:
@@ -44,6 +44,17 @@ def test_exactly_the_settings_that_the_role_heeds_are_shown(role):
                 role in setting.roles
             ), setting.key
     assert tomllib.loads(text)["role"] == role
+
+
+def test_a_printed_member_of_a_fleet_loads_again(tmp_path):
+    flags = {"scheduler": "127.0.0.1:8200", "cluster": "eu-1", "mode": "decode", "port": 8001}
+    config = load_config(flags=flags, environ={})
+    path = tmp_path / "node.toml"
+    path.write_text(render_toml(config), encoding="utf-8")
+    loaded = load_config(flags={}, environ={}, config_path=path)
+    assert loaded == config
+    assert loaded.fleet.scheduler == "127.0.0.1:8200"
+    assert loaded.fleet.mode == "decode"
 
 
 def test_a_secret_is_masked():

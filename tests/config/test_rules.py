@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.config.advertised import advertised
 from prfaas.config.load import load_config
 from prfaas.config.options import NodeConfig
 from prfaas.config.rules import is_loopback, split_peer
@@ -122,3 +123,71 @@ def test_what_weights_need_has_no_effect_on_a_replayed_engine(name, value):
     flag = "--" + name.replace("_", "-")
     with pytest.raises(ConfigError, match=f"^{flag} has no effect with a replayed engine"):
         load(engine="replay", profile="p.toml", **{name: value})
+
+
+JOINS = {"scheduler": "127.0.0.1:8200"}
+
+
+@pytest.mark.parametrize("flags", [{"cluster": "eu"}, {"advertise": "h:1"}, {"mode": "decode"}])
+def test_what_a_fleet_needs_to_know_has_no_effect_on_a_node_of_none(flags):
+    (name,) = flags
+    with pytest.raises(ConfigError, match=f"^--{name} has no effect without --scheduler$"):
+        load(**flags)
+    assert getattr(load(**flags, **JOINS).fleet, name) == flags[name]
+
+
+def test_what_serving_kvcache_needs_has_an_effect_on_a_pd_node_of_a_fleet_only():
+    for name, value in (("lease_s", "3"), ("max_transfers", "3"), ("egress_limit", "8Mbit")):
+        flag = "--" + name.replace("_", "-")
+        with pytest.raises(ConfigError, match=f"^{flag} has no effect without --scheduler$"):
+            load(**{name: value})
+    assert load(**JOINS, lease_s="3").transport.lease_s == 3
+    with pytest.raises(ConfigError, match=r"^--connect-timeout-s has no effect without"):
+        load(role="prefill", connect_timeout_s="1")
+    assert load(role="prefill", **JOINS, connect_timeout_s="1").transport.connect_timeout_s == 1
+
+
+@pytest.mark.parametrize("role", ["pd", "prefill"])
+def test_a_member_of_a_fleet_names_an_address_that_others_can_reach(role):
+    def joined(**flags: object) -> NodeConfig:
+        return load(role=role, allow_plaintext=True, **JOINS, **flags)
+
+    assert advertised(joined(port=9000)) == "127.0.0.1:9000"
+    assert advertised(joined(host="::1", port=9000)) == "[::1]:9000"
+    assert advertised(joined(host="0.0.0.0", advertise="node-3:9000")) == "node-3:9000"
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(ConfigError, match=rf"^--host: {host} is no address .* --advertise$"):
+            joined(host=host)
+    with pytest.raises(ConfigError, match=r"^--advertise: 0\.0\.0\.0 is no address"):
+        joined(advertise="0.0.0.0:9000")
+    with pytest.raises(ConfigError, match=r"^--advertise: expected host:port"):
+        joined(advertise="node-3")
+
+
+@pytest.mark.parametrize("scheduler", ["127.0.0.1:8000", "localhost:8000"])
+def test_a_node_is_not_its_own_scheduler(scheduler):
+    with pytest.raises(ConfigError, match=r"^--scheduler: .* own address"):
+        load(scheduler=scheduler)
+
+
+@pytest.mark.parametrize("cluster", ["", "a b", "-a", "ü", "x" * 65])
+def test_a_cluster_has_a_plain_name(cluster):
+    with pytest.raises(ConfigError, match=r"^--cluster: "):
+        load(**JOINS, cluster=cluster)
+
+
+def test_a_fleet_beyond_loopback_needs_consent_to_plaintext_or_tls_on_both_ways():
+    with pytest.raises(ConfigError, match=r"^--scheduler: .* 10\.0\.0\.9 .* --allow-plaintext"):
+        load(scheduler="10.0.0.9:8200")
+    assert load(scheduler="10.0.0.9:8200", allow_plaintext=True).fleet.scheduler == "10.0.0.9:8200"
+    for flags in ({"role": "scheduler"}, JOINS):
+        with pytest.raises(ConfigError, match=r"^--host: 0\.0\.0\.0 serves .* --allow-plaintext"):
+            load(**flags, host="0.0.0.0")
+        with pytest.raises(ConfigError, match=r"^--tls-ca has no effect without --tls-cert$"):
+            load(**flags, tls_ca="a")
+        with pytest.raises(ConfigError, match=r"^--tls-cert has no effect without --tls-ca$"):
+            load(**flags, tls_cert="c", tls_key="k")
+        tls = {"tls_cert": "c", "tls_key": "k", "tls_ca": "a", "advertise": "node-1:8000"}
+        if flags is not JOINS:
+            del tls["advertise"]
+        assert load(**flags, **tls, host="0.0.0.0").http.host == "0.0.0.0"
