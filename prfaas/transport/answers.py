@@ -11,8 +11,7 @@ from prfaas.errors import (
     ProtocolError,
     UntrustedPeer,
 )
-from prfaas.transport.auth import Caller
-from prfaas.transport.client import AUTH_HEADER, PROOF_HEADER
+from prfaas.transport.auth import AUTH_HEADER, PROOF_HEADER, Caller
 from prfaas.transport.fields import dump
 
 BODY_TIMEOUT_S = 30.0

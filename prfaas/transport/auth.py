@@ -23,6 +23,10 @@ from prfaas.transport.fields import dump, parse_object
 from prfaas.transport.handshake import Identity, parse_identity
 
 AUTH_VERSION = 1
+AUTH_HEADER = "Prfaas-Auth"
+PROOF_HEADER = "Prfaas-Proof"
+HELLO_PATH = "/kv/v1/hello"
+SESSION_PATH = "/kv/v1/session"
 TOKEN_CHARS = 64
 """Of a nonce, an epoch or a proof: 32 bytes in hexadecimal."""
 CHALLENGE_S = 10.0

@@ -8,7 +8,6 @@ every request is signed by a session, and no success counts that the peer has no
 import asyncio
 import base64
 import contextlib
-import itertools
 import secrets
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
@@ -17,19 +16,13 @@ import aiohttp
 
 from prfaas.clock import Clock, monotonic_s
 from prfaas.errors import (
-    IncompatiblePeer,
     Overloaded,
-    PromptRefused,
-    ProtocolError,
     TransferError,
-    UntrustedPeer,
 )
 from prfaas.log import get_logger
 from prfaas.transport.address import PeerAddress, as_transfer_errors
-from prfaas.transport.auth import AskerSide, Hello, Session, encode_hello, is_same
-from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.dialing import UpgradeRefused, connect, upgrade
-from prfaas.transport.fields import dump, parse_object, shown
+from prfaas.transport.fields import dump
 from prfaas.transport.handshake import Identity
 from prfaas.transport.http_port import HttpPort
 from prfaas.transport.incoming import FrameConsumer
@@ -52,20 +45,13 @@ from prfaas.transport.options import TransportOptions
 from prfaas.transport.ports import StreamPort
 from prfaas.transport.pulling import Pulled, Pulling
 from prfaas.transport.security import ChannelSecurity
+from prfaas.transport.signed_http import SignedHttp, read_bounded, refusal_of
 from prfaas.transport.stream import RawStream
 from prfaas.transport.stream_seals import StreamSeals, stream_seals
 from prfaas.transport.warm_streams import WarmStreams
 
-MAX_REPLY_BYTES = 1 << 20
-MAX_RETRY_AFTER_S = 60.0
-REFUSED_STATUSES = frozenset({413, 422})
-"""Of prompts that are too long for the peer."""
-AUTH_HEADER = "Prfaas-Auth"
 STREAM_HEADER = "Prfaas-Stream"
 """An id that the asker draws: with a cluster key the stream's keys are derived from it."""
-PROOF_HEADER = "Prfaas-Proof"
-HELLO_PATH = "/kv/v1/hello"
-SESSION_PATH = "/kv/v1/session"
 STREAM_PATH = "/kv/v1/stream"
 MEASURE_PATH = "/kv/v1/measure"
 FRAMES_PATH = "/kv/v1/frames"
@@ -92,20 +78,11 @@ class PeerClient:
         self.address = address
         self._options = options
         self._security = security or ChannelSecurity()
-        tls = self._security.tls
-        self._session = aiohttp.ClientSession(
-            base_url=f"{'http' if tls is None else 'https'}://{address}",
-            connector=None if tls is None else aiohttp.TCPConnector(ssl=tls),
-            timeout=aiohttp.ClientTimeout(total=None, connect=options.connect_timeout_s),
-            auto_decompress=False,
-        )
-        self._trust = _Trust()
+        self._http = SignedHttp(address, options, self._security)
         self._clock = clock
         self._uses_http = options.kv_channel == "http"
         self._retry_raw_s: float | None = None
         """When raw streams may be tried again that were refused; None: they were not."""
-        self._tls_hint = "; does it speak TLS? --tls-ca" if tls is None else ""
-        """Empty once the peer has answered."""
         self._tasks: asyncio.TaskGroup | None = None
         self._raw_streams: list[RawStream] = []
         self.streams = WarmStreams(self._dial_raw, 0 if self._uses_http else options.streams)
@@ -136,7 +113,7 @@ class PeerClient:
     async def close(self) -> None:
         """Close the connections that are kept, for control requests and for streams."""
         self.streams.close()
-        await self._session.close()
+        await self._http.close()
 
     async def handshake(self, ours: Identity) -> PeerStatus:
         """Return who the peer is and how busy; the caller compares the identities.
@@ -144,7 +121,7 @@ class PeerClient:
         Raises UntrustedPeer if one of both has not proven that it has the cluster key.
         """
         body = dump({"identity": ours.to_json()})
-        return parse_status(await self._post("/kv/v1/handshake", body, ours))
+        return parse_status(await self._http.post("/kv/v1/handshake", body, ours))
 
     async def open(self, asked: TransferRequest) -> TransferAccepted:
         """Ask for a transfer; return once the peer has reserved all pages and queued the prompt.
@@ -153,7 +130,7 @@ class PeerClient:
         TransferError.
         """
         body = encode_transfer_request(asked)
-        return parse_accepted(await self._post("/kv/v1/transfers", body, asked.identity))
+        return parse_accepted(await self._http.post("/kv/v1/transfers", body, asked.identity))
 
     async def cancel(self, transfer_id: str) -> None:
         """Tell the peer to drop a transfer; unknown ones are fine."""
@@ -161,7 +138,7 @@ class PeerClient:
         with as_transfer_errors(self.address):
             async with (
                 asyncio.timeout(self._options.connect_timeout_s),
-                self._session.delete(path, headers=self._trust.sign("DELETE", path, b"")[1]),
+                self._http.http.delete(path, headers=self._http.trust.sign("DELETE", path, b"")[1]),
             ):
                 pass
 
@@ -199,7 +176,7 @@ class PeerClient:
         """Like `pull`, for made-up pages; raises BadRequest's PromptRefused, Overloaded or TransferError."""
         with contextlib.closing(self._pulling(asked, consumer, numbers)) as pulling:
             pulling.attach_warm()
-            reply = await self._post(MEASURE_PATH, encode_measure_request(asked), ours)
+            reply = await self._http.post(MEASURE_PATH, encode_measure_request(asked), ours)
             with as_transfer_errors(self.address):
                 await pulling.begin(parse_accepted(reply))
             yield pulling
@@ -208,12 +185,12 @@ class PeerClient:
         """Return what the peer's sockets saw of a measurement, the last that it served."""
         path = f"{MEASURE_PATH}/{asked.transfer_id}"
         body = dump({"capability": asked.capability})
-        return parse_sender_report(await self._post(path, body, ours))
+        return parse_sender_report(await self._http.post(path, body, ours))
 
     async def acknowledge(self, asked: TransferRequest) -> None:
         """Tell the peer by HTTP that everything is verified, where no stream is left to say so."""
         path = f"/kv/v1/transfers/{asked.transfer_id}/ack"
-        await self._post(path, dump({"capability": asked.capability}), asked.identity)
+        await self._http.post(path, dump({"capability": asked.capability}), asked.identity)
 
     async def dial(self) -> RawStream:
         """Return a new stream: a raw one, or where only HTTP gets through an HTTP answer to be.
@@ -240,11 +217,11 @@ class PeerClient:
     @contextlib.asynccontextmanager
     async def _fetch(self, stream_id: str, attach: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
         encoded = base64.b64encode(attach).decode()
-        _, headers = self._trust.sign("GET", FRAMES_PATH, f"{stream_id} {encoded}".encode())
+        _, headers = self._http.trust.sign("GET", FRAMES_PATH, f"{stream_id} {encoded}".encode())
         headers |= {STREAM_HEADER: stream_id, ATTACH_HEADER: encoded}
-        async with self._session.get(FRAMES_PATH, headers=headers) as response:
+        async with self._http.http.get(FRAMES_PATH, headers=headers) as response:
             if response.status != 200:
-                refusal = _refusal(response, await _read_bounded(response), self.address)
+                refusal = refusal_of(response, await read_bounded(response), self.address)
                 raise refusal if isinstance(refusal, TransferError) else TransferError(str(refusal))
             yield response
 
@@ -254,7 +231,7 @@ class PeerClient:
                 port = await connect(self.address, self._security.tls, self._options.tcp_congestion)
         try:
             stream_id = secrets.token_hex(16)
-            _, headers = self._trust.sign("GET", STREAM_PATH, stream_id.encode())
+            _, headers = self._http.trust.sign("GET", STREAM_PATH, stream_id.encode())
             headers[STREAM_HEADER] = stream_id
             seals = self._seals(stream_id)
             with as_transfer_errors(self.address):
@@ -291,106 +268,4 @@ class PeerClient:
 
     def _seals(self, stream_id: str) -> StreamSeals:
         is_tls = self._security.tls is not None
-        return stream_seals(self._trust.session, stream_id, is_tls=is_tls)
-
-    async def _post(self, path: str, body: bytes, ours: Identity) -> bytes:
-        """Return the reply to a request; with a cluster key both are of one session."""
-        key = self._security.cluster_key
-        if key is None:
-            return await self._send(path, body)
-        async with self._trust.lock:
-            if self._trust.session is None:
-                await self._prove(key, ours)
-        session = self._trust.session
-        try:
-            return await self._send(path, body)
-        except _SessionLost:  # the peer has started anew, or has more askers than it remembers
-            async with self._trust.lock:
-                if self._trust.session is session:
-                    await self._prove(key, ours)
-        return await self._send(path, body)
-
-    async def _prove(self, key: ClusterKey, ours: Identity) -> None:
-        """Open a session: both ends prove that they hold the key."""
-        self._trust.session = None
-        hello = Hello(nonce=secrets.token_hex(32), epoch=self._trust.epoch, identity=ours)
-        side = AskerSide(key, hello)
-        answer, session = side.meet(await self._send(HELLO_PATH, encode_hello(hello)))
-        await self._send(SESSION_PATH, answer)
-        self._trust.begin(session)
-
-    async def _send(self, path: str, body: bytes) -> bytes:
-        counter, signature = self._trust.sign("POST", path, body)
-        session = self._trust.session
-        headers = {"Content-Type": "application/json", **signature}
-        with as_transfer_errors(self.address, self._tls_hint):
-            async with (
-                asyncio.timeout(self._options.stall_timeout_s),
-                self._session.post(path, data=body, headers=headers) as response,
-            ):
-                self._tls_hint = ""
-                reply = await _read_bounded(response)
-                if response.status >= 300:
-                    raise _refusal(response, reply, self.address)
-        if session is not None:
-            proof = session.sign_reply(counter, response.status, reply)
-            if not is_same(proof, response.headers.get(PROOF_HEADER, "")):
-                raise UntrustedPeer(f"peer {self.address}: the reply is not signed by our session")
-        return reply
-
-
-class _Trust:
-    """The session with the peer, if there is one, and the numbers of its requests."""
-
-    def __init__(self) -> None:
-        self.epoch = secrets.token_hex(32)
-        self.session: Session | None = None
-        self.lock = asyncio.Lock()
-        self._counters = itertools.count()
-
-    def begin(self, session: Session) -> None:
-        self.session = session
-        self._counters = itertools.count()
-
-    def sign(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, str]]:
-        """Return the request's number and the headers that sign it; none without a session."""
-        counter = next(self._counters)
-        if self.session is None:
-            return counter, {}
-        return counter, {AUTH_HEADER: self.session.sign_request(counter, method, path, body)}
-
-
-class _SessionLost(UntrustedPeer):
-    """The peer does not know our session, or we have shown it none."""
-
-
-async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
-    reply = bytearray()
-    async for chunk in response.content.iter_any():
-        reply += chunk
-        if len(reply) > MAX_REPLY_BYTES:
-            raise ProtocolError(f"reply is longer than {MAX_REPLY_BYTES} bytes")
-    return bytes(reply)
-
-
-def _refusal(
-    response: aiohttp.ClientResponse, reply: bytes, address: PeerAddress
-) -> TransferError | Overloaded:
-    try:
-        message = shown(str(parse_object(reply)["error"]["message"]))
-    except (ProtocolError, KeyError, TypeError):
-        message = f"HTTP status {response.status}"
-    message = f"peer {address}: {message}"
-    if response.status == 503:
-        try:
-            retry_after_s = float(response.headers.get("Retry-After", "1"))
-        except ValueError:
-            retry_after_s = 1.0
-        return Overloaded(message, retry_after_s=min(max(retry_after_s, 0.0), MAX_RETRY_AFTER_S))
-    if response.status == 401:
-        return _SessionLost(message)
-    if response.status == 409:
-        return IncompatiblePeer(message)
-    if response.status in REFUSED_STATUSES:
-        return PromptRefused(message)
-    return TransferError(message)
+        return stream_seals(self._http.trust.session, stream_id, is_tls=is_tls)

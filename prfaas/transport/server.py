@@ -12,7 +12,6 @@ DELETE /kv/v1/transfers/{id}          I no longer want it
 import asyncio
 import base64
 import resource
-import secrets
 from collections.abc import Callable
 from typing import Protocol
 
@@ -26,15 +25,12 @@ from prfaas.errors import (
     TransferError,
     UntrustedPeer,
 )
-from prfaas.transport.answers import json_answer, proven, read_body, read_proof, refusal, refuse
+from prfaas.transport.answers import proven, read_body, refusal, refuse
 from prfaas.transport.attach import parse_attach
 from prfaas.transport.auth import Caller, PeerSide, is_same
 from prfaas.transport.client import (
     ATTACH_HEADER,
-    AUTH_HEADER,
     FRAMES_PATH,
-    HELLO_PATH,
-    SESSION_PATH,
     STREAM_HEADER,
     STREAM_PATH,
 )
@@ -43,6 +39,7 @@ from prfaas.transport.dialing import UPGRADE
 from prfaas.transport.expected import ATTACH_WAIT_S, ExpectedTransfers
 from prfaas.transport.fields import parse_object
 from prfaas.transport.flow import EgressBudget
+from prfaas.transport.gate import Gate
 from prfaas.transport.handshake import parse_identity
 from prfaas.transport.http_sending import send_frames
 from prfaas.transport.messages import (
@@ -118,7 +115,7 @@ class KvChannel:
         self.streams: set[SendingStream] = set()
         """Open ones, idle or not."""
         self._service = service
-        self._gate = gate
+        self.gate = Gate(gate)
         self._budget = budget or EgressBudget(None, 1)
         self._congestion = congestion
         self._max_streams = _max_open_streams() if max_streams is None else max_streams
@@ -128,8 +125,7 @@ class KvChannel:
         """Return the routes."""
         transfer = "/kv/v1/transfers/{transfer_id}"
         return [
-            web.post(HELLO_PATH, self.hello),
-            web.post(SESSION_PATH, self.session),
+            *self.gate.routes(),
             web.post("/kv/v1/handshake", self.handshake),
             web.get(STREAM_PATH, self.stream, allow_head=False),
             web.get(FRAMES_PATH, self.frames, allow_head=False),
@@ -152,42 +148,9 @@ class KvChannel:
         for stream in self.streams:
             stream.close()
 
-    # ------------------------------------------------------------ who it is
-
-    async def hello(self, request: web.Request) -> web.Response:
-        """Answer a hello with our proof."""
-        try:
-            body, gate = await read_proof(request), self._required_gate()
-            return json_answer(
-                200, gate.challenge(body, nonce=secrets.token_hex(32), now_s=_now_s())
-            )
-        except (IncompatiblePeer, ProtocolError, UntrustedPeer, TimeoutError) as error:
-            return refusal(error)
-
-    async def session(self, request: web.Request) -> web.Response:
-        """Open a session for an asker that has proven itself."""
-        try:
-            body, gate = await read_proof(request), self._required_gate()
-            gate.admit(body, now_s=_now_s())
-        except (ProtocolError, UntrustedPeer, TimeoutError) as error:
-            return refusal(error)
-        return json_answer(200, b"{}")
-
-    def _required_gate(self) -> PeerSide:
-        if self._gate is None:
-            raise UntrustedPeer(
-                "this node has no cluster key, so it cannot prove that it has yours"
-            )
-        return self._gate
-
     def caller(self, request: web.Request, body: bytes) -> Caller | None:
         """Return who asks, None where anybody may; raises UntrustedPeer."""
-        if self._gate is None:
-            return None
-        signature = request.headers.get(AUTH_HEADER)
-        if signature is None:
-            raise UntrustedPeer("this node wants proof that you have its cluster key")
-        return self._gate.check(signature, request.method, request.path, body)
+        return self.gate.caller(request, body)
 
     # ------------------------------------------------------------ what it wants
 
@@ -372,7 +335,3 @@ def _aborting(request: web.Request, transfer: OutgoingTransfer) -> Callable[[], 
             request.transport.abort()
 
     return abort
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -150,7 +150,7 @@ async def test_a_request_that_is_sent_again_is_refused():
     async with channel(gate=gate(), asker=ChannelSecurity(cluster_key=KEY)) as (_, client):
         await client.handshake(IDENTITY)
         body = json.dumps({"identity": IDENTITY.to_json()}).encode()
-        _, headers = client._trust.sign("POST", "/kv/v1/handshake", body)
+        _, headers = client._http.trust.sign("POST", "/kv/v1/handshake", body)
         url = f"http://{client.address}/kv/v1/handshake"
         statuses = []
         async with aiohttp.ClientSession() as session:
@@ -163,10 +163,10 @@ async def test_a_request_that_is_sent_again_is_refused():
 async def test_a_session_serves_many_requests_and_a_new_one_follows_a_restart():
     async with channel(gate=gate(), asker=ChannelSecurity(cluster_key=KEY)) as (service, client):
         await client.handshake(IDENTITY)
-        first = client._trust.session
+        first = client._http.trust.session
         await client.open(ASKED)
-        assert client._trust.session is first
-        client._trust.session = None  # as if the peer had come back and forgotten us
+        assert client._http.trust.session is first
+        client._http.trust.session = None  # as if the peer had come back and forgotten us
         await client.open(asked(transfer_id="f" * 32))
         assert set(service.transfers) == {ASKED.transfer_id, "f" * 32}
 
