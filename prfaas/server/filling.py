@@ -7,18 +7,14 @@ late. A transfer that fails leaves what was published of it, and a fresh lookup 
 from dataclasses import dataclass
 
 from prfaas.cache.block_table import BlockTable
-from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.tenants import narrowed
-from prfaas.clock import Clock
-from prfaas.scheduler.profile import Prior
-from prfaas.scheduler.router import FIRST_BACKOFF_S, Outcome, Route, Router, RouteRequest
-from prfaas.scheduler.view import LocalView
-from prfaas.server.engine_thread import EngineThread
+from prfaas.scheduler.router import FIRST_BACKOFF_S, Outcome
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.peer import Peer
 from prfaas.server.prefix_finder import PrefixFinder
 from prfaas.server.reception import RemoteAttempt
 from prfaas.server.remote_prefill import RemotePrefiller
+from prfaas.server.routing import PromptRouter
 from prfaas.transport.coding import may_lose
 from prfaas.transport.messages import CodecName
 from prfaas.types import Request, RouteName
@@ -95,25 +91,17 @@ class PromptFiller:
     def __init__(
         self,
         *,
-        cache: PrefixCache,
         finder: PrefixFinder,
-        engine: EngineThread,
-        router: Router,
-        clock: Clock,
+        router: PromptRouter,
         peer: Peer | None,
         prefiller: RemotePrefiller | None,
         codec: CodecName = "raw",
-        prior: Prior | None = None,
     ) -> None:
-        self._cache = cache
         self._finder = finder
-        self._engine = engine
         self._router = router
-        self._clock = clock
         self._peer = peer
         self._prefiller = prefiller
         self._codec = codec
-        self._prior = prior
 
     async def fill(
         self,
@@ -134,7 +122,7 @@ class PromptFiller:
         prefix = await self._look_up(generation.request)
         hold.take(prefix.table)
         record = generation.record
-        route = self._route(generation.request, prefix, force_route)
+        route = self._router.route(generation.request, prefix.table.hit_tokens, force=force_route)
         record.route, record.reason, record.peer = route.name, route.reason, route.peer
         record.predicted_ttft_s = route.predicted_ttft_s
         if route.name == "local":
@@ -191,29 +179,6 @@ class PromptFiller:
             accept_approximate=not peer.is_exact,
         )
 
-    def _local_view(self, num_tokens: int) -> LocalView:
-        """Return the view for a prompt that leaves `num_tokens` to compute."""
-        load = self._engine.load()
-        rate: float | None = load.prefill_tokens_per_s
-        if not rate and self._prior is not None:
-            rate = self._prior.prefill_tokens_per_s(num_tokens)
-        return LocalView(num_waiting_tokens=load.num_waiting_tokens, prefill_tokens_per_s=rate)
-
-    def _route(self, request: Request, prefix: _Prefix, force: RouteName | None) -> Route:
-        """Return where the prompt is prefilled; a remote route is in flight from here on."""
-        num_tokens, hit_tokens = len(request.prompt_tokens), prefix.table.hit_tokens
-        return self._router.route(
-            request.request_id,
-            RouteRequest(
-                num_tokens=num_tokens,
-                hit_tokens=hit_tokens,
-                num_kv_bytes=self._cache.layout.bytes_needed(num_tokens, hit_tokens),
-            ),
-            local=self._local_view(num_tokens - hit_tokens),
-            now_s=self._clock(),
-            force=force,
-        )
-
     async def _fill_remotely(
         self,
         generation: RunningGeneration,
@@ -243,7 +208,6 @@ class PromptFiller:
             self._router.ended(
                 request.request_id,
                 outcome,
-                now_s=self._clock(),
                 rates=None if attempt is None else attempt.rates,
                 retry_after_s=FIRST_BACKOFF_S if attempt is None else attempt.retry_after_s,
             )
@@ -271,7 +235,9 @@ class PromptFiller:
             is_exact=prefix.origin.is_exact,
             accept_approximate=prefix.origin.accept_approximate,
             want_logits=want_logits,
-            local_estimate_s=self._local_view(uncached_tokens).ttft_s(num_tokens=uncached_tokens),
+            local_estimate_s=self._router.local_view(uncached_tokens).ttft_s(
+                num_tokens=uncached_tokens
+            ),
         )
 
     async def _fall_back(

@@ -11,12 +11,21 @@ from prfaas.types import Request, RequestRecord, TokenEvent
 class RunningGeneration:
     """The events of one request and its record; the driver puts, the client iterates.
 
-    What was put is part of the answer for good: `drawn_tokens` is what a fallback continues from.
-    The buffer is bounded by what the request may draw, choices times max_tokens. `is_exact` says it of
-    what this node computes; a peer's KV can only take it away.
+    What was put is part of the answer for good: `drawn_tokens` is what a fallback continues from. It may
+    begin with what another node drew, per choice; the client has that, and the record's completion leaves
+    it out. The buffer is bounded by what the request may draw, choices times max_tokens. `is_exact` says it
+    of what this node computes; a peer's KV can only take it away.
     """
 
-    def __init__(self, request: Request, *, clock: Clock, is_exact: bool = True) -> None:
+    def __init__(
+        self,
+        request: Request,
+        *,
+        clock: Clock,
+        is_exact: bool = True,
+        drawn_tokens: tuple[tuple[int, ...], ...] = (),
+    ) -> None:
+        assert len(drawn_tokens) in {0, request.num_choices}, "one tuple a choice"
         self.request = request
         self.record = RequestRecord(
             request_id=request.request_id,
@@ -28,10 +37,20 @@ class RunningGeneration:
         """Told of a choice that the client stops; set while the engine draws."""
         self._clock = clock
         self._arrival_s = request.arrival_s or clock()
-        self._drawn: list[list[int]] = [[] for _ in range(request.num_choices)]
+        self._drawn = [[*tokens] for tokens in drawn_tokens or ((),) * request.num_choices]
         self._open = set(range(request.num_choices))
         self._stopped: set[int] = set()
         self._events: asyncio.Queue[TokenEvent | PrfaasError | None] = asyncio.Queue()
+        for index in range(request.num_choices):
+            self._take_drawn(index)
+
+    def _take_drawn(self, index: int) -> None:
+        """End a choice whose last token was drawn elsewhere."""
+        drawn, sampling = self._drawn[index], self.request.sampling
+        is_stopped = bool(drawn) and drawn[-1] in sampling.stop_token_ids
+        if is_stopped or len(drawn) >= sampling.max_tokens:
+            self.record.finish_reasons[index] = "stop" if is_stopped else "length"
+            self._end_choice(index)
 
     @property
     def is_answered(self) -> bool:

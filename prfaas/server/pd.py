@@ -20,6 +20,7 @@ from prfaas.log import get_logger
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.scheduler.profile import Prior
 from prfaas.scheduler.router import Router
+from prfaas.server.directions import Directions
 from prfaas.server.engine_thread import EngineThread, StepEngine
 from prfaas.server.filling import PromptFiller, TableHold
 from prfaas.server.generation import RunningGeneration
@@ -29,6 +30,7 @@ from prfaas.server.peer import Peer
 from prfaas.server.prefix_finder import PrefixFinder
 from prfaas.server.prior import read_prior
 from prfaas.server.remote_prefill import RemotePrefiller
+from prfaas.server.routing import PromptRouter
 from prfaas.server.transfer_metrics import TransferMetrics
 from prfaas.text.chat_template import ChatTemplate
 from prfaas.text.tokenizer import Tokenizer
@@ -153,15 +155,17 @@ class PdNode:
                 spawn=self._spawn,
             )
         self._filler = PromptFiller(
-            cache=self._cache,
             finder=self._finder,
-            engine=self._engine,
-            router=self._router,
-            clock=self._clock,
+            router=PromptRouter(
+                router=self._router,
+                engine=self._engine,
+                layout=self._cache.layout,
+                clock=self._clock,
+                prior=self._prior,
+            ),
             peer=self.peer,
             prefiller=prefiller,
             codec=self._options.kv_codec,
-            prior=self._prior,
         )
 
     def drain(self) -> None:
@@ -197,16 +201,22 @@ class PdNode:
         *,
         force_route: RouteName | None = None,
         return_logits: bool = False,
+        directions: Directions | None = None,
+        drawn_tokens: tuple[tuple[int, ...], ...] = (),
     ) -> AsyncIterator[RunningGeneration]:
         """Run `request`; leaving the block, for whatever reason, aborts it everywhere.
 
-        The prompt's and the answer's pages are let go before the block is left, except for those
+        With `directions` they decide where it is prefilled, else this node's router does. `drawn_tokens`,
+        per choice, were drawn elsewhere: the answer goes on behind them and does not repeat them. The prompt's and the answer's pages are let go before the block is left, except for those
         that the engine has in hand: within a step.
         """
         generation = RunningGeneration(
-            self._within_context(request), clock=self._clock, is_exact=self._is_exact
+            self._within_context(request),
+            clock=self._clock,
+            is_exact=self._is_exact,
+            drawn_tokens=drawn_tokens,
         )
-        driver = self._spawn(self._drive(generation, force_route, return_logits))
+        driver = self._spawn(self._drive(generation, force_route, return_logits, directions))
         self._drivers.add(driver)
         driver.add_done_callback(self._drivers.discard)
         try:
@@ -224,10 +234,16 @@ class PdNode:
         return replace(request, sampling=replace(sampling, max_tokens=room_tokens))
 
     async def _drive(
-        self, generation: RunningGeneration, force_route: RouteName | None, return_logits: bool
+        self,
+        generation: RunningGeneration,
+        force_route: RouteName | None,
+        return_logits: bool,
+        directions: Directions | None,
     ) -> None:
         try:
-            self._check(generation.request)
+            self._check(generation)
+            if generation.is_answered:  # elsewhere
+                return
             assert self._filler is not None, "not started"
             with TableHold() as hold:
                 salt = await self._filler.fill(
@@ -244,7 +260,8 @@ class PdNode:
             get_logger().exception("request.crashed", request_id=generation.request.request_id)
             generation.fail(EngineError("internal error"))
 
-    def _check(self, request: Request) -> None:
+    def _check(self, generation: RunningGeneration) -> None:
+        request = generation.request
         num_tokens = len(request.prompt_tokens)
         if num_tokens >= self.max_context_tokens:
             raise BadRequest(
@@ -254,6 +271,9 @@ class PdNode:
             )
         if not num_tokens:
             raise BadRequest("the prompt is empty")
+        drawn = [token for tokens in generation.drawn_tokens for token in tokens]
+        if drawn and not 0 <= min(drawn) <= max(drawn) < self._vocab_size:
+            raise BadRequest(f"a drawn token is outside 0..{self._vocab_size - 1}")
 
     async def _decode(
         self, generation: RunningGeneration, hold: TableHold, salt: bytes, return_logits: bool
