@@ -1,27 +1,14 @@
-"""`prfaas bench`: what is between two nodes, and what it is worth."""
+"""`prfaas bench`: what is between two nodes and what it is worth, and how a server answers a load."""
 
 import json
-import math
 from pathlib import Path
 
 import click
 
+from prfaas.cli.bench_serve import serve
 from prfaas.cli.node_options import config_from, node_options
 from prfaas.cli.progress import shown_progress
-
-
-class FiniteRange(click.FloatRange):
-    """Refuses what is not finite, too: no comparison keeps a NaN out of a range."""
-
-    def convert(
-        self, value: float, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Return the number; click.BadParameter for one out of range, not finite or none."""
-        number: float = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{number} is not a finite number.", param, ctx)
-        return number
-
+from prfaas.cli.ranges import FiniteRange
 
 LINK_SETTINGS = (
     "connect_timeout_s",
@@ -36,9 +23,12 @@ LINK_SETTINGS = (
 )
 
 
-@click.group(short_help="Measure the link to a prefill node.")
+@click.group(short_help="Measure a link, or load a server.")
 def bench() -> None:
-    """Measure what is between two nodes, and what it is worth."""
+    """Measure what is between two nodes, or how a running server answers a load."""
+
+
+bench.add_command(serve)
 
 
 @bench.command()
