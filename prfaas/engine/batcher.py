@@ -6,6 +6,7 @@ have their KV; the rest is its remaining work. One that decodes has one token of
 
 - Every decoding sequence steps each time. What its tokens leave of `chunk_tokens`, at least one
   block, is prefill, cut at absolute multiples of the block except at the end of what is known.
+- Of the steps in which sequences decode, a share can be set that carries prefill.
 - Prefill goes to the least remaining work first, so that a long prompt does not block short ones.
   A quarter of it goes to the oldest pending sequence, so that short ones do not starve a long one.
 - A sequence is admitted when it gets tokens, never before: long prompts do not fill the batch while
@@ -20,46 +21,17 @@ have their KV; the rest is its remaining work. One that decodes has one token of
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prfaas.engine.options import EngineOptions
+from prfaas.engine.prefill_share import PrefillShare
+from prfaas.engine.step_plan import Draft, Grant, StepPlan, reservations
 from prfaas.errors import BadRequest, ConfigError, Overloaded
 
 AGEING_STEPS = 64
 _OLDEST_SHARE = 4
 """The oldest pending sequence gets a guaranteed 1 / _OLDEST_SHARE of the prefill tokens."""
 _MIN_HEADROOM_TOKENS = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """Tokens of one sequence to compute in this step, from position `start` on."""
-
-    key: int
-    start: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reservation:
-    """A sequence whose working copy must now hold `capacity_tokens`."""
-
-    key: int
-    capacity_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """What to do in one step, in this order."""
-
-    preempted: tuple[int, ...]
-    """Move their KV out and say how much was saved: `Batcher.stored`."""
-    admitted: tuple[Reservation, ...]
-    """New or resumed: make a working copy and fill it with the first `num_computed` tokens."""
-    grown: tuple[Reservation, ...]
-    decodes: tuple[Grant, ...]
-    """One token each, oldest sequence first."""
-    prefills: tuple[Grant, ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -85,20 +57,6 @@ class _Entry:
     def order(self) -> tuple[int, tuple[int, int]]:
         """Least remaining work first, ties by age."""
         return (self.num_remaining, self.age)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Draft:
-    """A plan in the making."""
-
-    preempted: list[int] = field(default_factory=list)
-    admitted: dict[int, int] = field(default_factory=dict)
-    """Key -> capacity in tokens."""
-    grown: dict[int, int] = field(default_factory=dict)
-    decodes: list[int] = field(default_factory=list)
-    granted: dict[int, int] = field(default_factory=dict)
-    """Key -> prefill tokens."""
-    leaders: Mapping[int, int]
 
 
 class Batcher:
@@ -127,6 +85,7 @@ class Batcher:
         self._num_arrivals = 0
         self._oldest_credit = 0
         """Prefill tokens, times _OLDEST_SHARE, that the oldest pending sequence may claim."""
+        self._share = PrefillShare()
         self._barrier: _Entry | None = None
         """A starved sequence: while it waits, no younger one is admitted."""
 
@@ -147,6 +106,11 @@ class Batcher:
         return sum(entry.num_remaining for entry in entries)
 
     @property
+    def num_decoding(self) -> int:
+        """Running sequences that have one token to compute, as far as is known."""
+        return sum(entry.num_remaining == 1 for entry in self._running.values())
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of the working copies that running sequences may fill."""
         return self._used_bytes
@@ -154,6 +118,13 @@ class Batcher:
     def max_kv_tokens(self, limit: int) -> int:
         """Return the most tokens, up to `limit`, whose KV the budget holds for one sequence."""
         return bisect_right(range(1, limit + 1), self._options.kv_ram_bytes, key=self._kv_bytes)
+
+    def set_prefill_share(self, share: float) -> None:
+        """Let this share of the steps in which sequences decode carry prefill; 1 is all of them.
+
+        Raises ValueError for one below MIN_PREFILL_SHARE or above 1.
+        """
+        self._share.set(share)
 
     def add(
         self,
@@ -244,16 +215,20 @@ class Batcher:
             leaders: waiting sequence -> running one that makes what it could start from. It is not
                 admitted in a step that computes tokens of that one.
         """
-        draft = _Draft(leaders=leaders or {})
+        draft = Draft(leaders=leaders or {})
         self._plan_decodes(draft)
-        self._plan_prefills(draft)
+        may_prefill = not draft.decodes or self._share.begin()
+        self._plan_prefills(draft, may_prefill=may_prefill)
+        if draft.decodes:
+            self._share.end(has_prefill=bool(draft.granted))
         self._age_oldest_waiting()
         return StepPlan(
             preempted=tuple(draft.preempted),
-            admitted=_reservations(draft.admitted),
-            grown=_reservations(draft.grown),
+            admitted=reservations(draft.admitted),
+            grown=reservations(draft.grown),
             decodes=tuple(self._grant(key, 1) for key in draft.decodes),
             prefills=tuple(self._grant(key, count) for key, count in draft.granted.items()),
+            is_prefill_held_back=draft.is_prefill_held_back,
         )
 
     def check(self) -> None:
@@ -274,13 +249,13 @@ class Batcher:
 
     # ------------------------------------------------------------ decode
 
-    def _plan_decodes(self, draft: _Draft) -> None:
+    def _plan_decodes(self, draft: Draft) -> None:
         for entry in sorted(self._running.values(), key=lambda e: e.age):
             # An older one may have preempted it just now; more (drawn elsewhere) is prefill.
             if entry.key in self._running and self._grow(entry, draft) and entry.num_remaining == 1:
                 draft.decodes.append(entry.key)
 
-    def _grow(self, entry: _Entry, draft: _Draft) -> bool:
+    def _grow(self, entry: _Entry, draft: Draft) -> bool:
         """Make room for all known tokens; False if `entry` itself was the youngest and had to go."""
         if entry.num_tokens <= entry.capacity_tokens:
             return True
@@ -298,7 +273,8 @@ class Batcher:
 
     # ------------------------------------------------------------ prefill
 
-    def _plan_prefills(self, draft: _Draft) -> None:
+    def _plan_prefills(self, draft: Draft, *, may_prefill: bool) -> None:
+        """Share a chunk among what is pending, or admit only what lacks no token."""
         decoding = set(draft.decodes)
         pending = [entry for entry in self._running.values() if entry.key not in decoding]
         pending += [e for e in self._waiting.values() if e.key not in draft.preempted]
@@ -306,6 +282,9 @@ class Batcher:
             self._oldest_credit = 0
             return
         budget = max(self._block_tokens, self._options.chunk_tokens - len(decoding))
+        if not may_prefill:
+            draft.is_prefill_held_back = any(entry.num_remaining for entry in pending)
+            budget = 0
         oldest = min(pending, key=lambda e: e.age)
         self._oldest_credit = min(
             self._oldest_credit + budget, _OLDEST_SHARE * self._options.chunk_tokens
@@ -318,7 +297,7 @@ class Batcher:
             if entry.key not in draft.preempted:
                 budget -= self._serve(entry, budget, oldest, draft)
 
-    def _serve(self, entry: _Entry, limit: int, oldest: _Entry, draft: _Draft) -> int:
+    def _serve(self, entry: _Entry, limit: int, oldest: _Entry, draft: Draft) -> int:
         """Grant up to `limit` more tokens, admitting the sequence if need be; return how many."""
         granted = draft.granted.get(entry.key, 0)
         start = entry.num_computed + granted
@@ -334,7 +313,7 @@ class Batcher:
             draft.granted[entry.key] = end - entry.num_computed
         return end - start
 
-    def _admit(self, entry: _Entry, oldest: _Entry, draft: _Draft) -> bool:
+    def _admit(self, entry: _Entry, oldest: _Entry, draft: Draft) -> bool:
         """Start a waiting sequence, displacing half-prefilled longer ones if that makes room."""
         victims: list[_Entry] = []
         if not self._has_room(entry):
@@ -399,7 +378,7 @@ class Batcher:
         self._used_bytes -= self._kv_bytes(entry.capacity_tokens)
         entry.capacity_tokens = 0
 
-    def _preempt(self, entry: _Entry, draft: _Draft) -> None:
+    def _preempt(self, entry: _Entry, draft: Draft) -> None:
         self._stop(entry)
         entry.num_computed = 0  # until `stored` says better
         self._waiting[entry.key] = entry
@@ -412,7 +391,3 @@ class Batcher:
         entry = self._running.get(key) or self._waiting.get(key)
         assert entry is not None, f"sequence {key} is unknown"
         return entry
-
-
-def _reservations(capacities: dict[int, int]) -> tuple[Reservation, ...]:
-    return tuple(Reservation(key=k, capacity_tokens=c) for k, c in capacities.items())

@@ -1,9 +1,11 @@
-"""How fast the engine prefills, as others should expect it. Pure."""
+"""How fast the engine prefills and decodes, as others should expect it. Pure."""
 
 import math
 
 MEMORY_TOKENS = 4096
-"""The average reaches back about this many prefill tokens."""
+"""The average of prefills reaches back about this many tokens."""
+MEMORY_STEPS = 32
+"""That of decode steps about this many of them."""
 
 
 class PrefillRate:
@@ -20,3 +22,47 @@ class PrefillRate:
             old_rate = self.tokens_per_s or rate
             weight = 1 - math.exp(-num_tokens / MEMORY_TOKENS)
             self.tokens_per_s = old_rate + weight * (rate - old_rate)
+
+
+class StepTimes:
+    """What steps take.
+
+    Args:
+        chunk_tokens: the most prefill of a step.
+    """
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self.decode_step_s: float | None = None
+        """Of a step that only decodes; None before the first."""
+        self._chunk_tokens = chunk_tokens
+        self._offered = PrefillRate()
+        """With the steps between, in which prefill had to wait for its share."""
+        self._in_step = PrefillRate()
+        self._held_back_s = 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """What a prompt gets; 0 before the first prefill."""
+        return self._offered.tokens_per_s
+
+    @property
+    def prefill_chunk_s(self) -> float | None:
+        """Of a step with a whole chunk of prefill, and what decodes beside it; None: no prefill yet."""
+        rate = self._in_step.tokens_per_s
+        return self._chunk_tokens / rate if rate else None
+
+    def add(
+        self, duration_s: float, *, num_prefill_tokens: int, is_prefill_held_back: bool
+    ) -> None:
+        """Take note of a step that computed something."""
+        if is_prefill_held_back:
+            self._held_back_s += duration_s
+        else:
+            self._offered.add(num_prefill_tokens, self._held_back_s + duration_s)
+            self._held_back_s = 0.0
+        if num_prefill_tokens:
+            self._in_step.add(num_prefill_tokens, duration_s)
+        elif self.decode_step_s is None:
+            self.decode_step_s = duration_s
+        else:
+            self.decode_step_s += (duration_s - self.decode_step_s) / MEMORY_STEPS

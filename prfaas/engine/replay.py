@@ -88,7 +88,11 @@ class ReplayEngine(Runner):
             done, self._pass = self._pass, None
             self._free_s = done.due_s(self._replayed.num_layers)
             self._run(done.forward)
-            self._prefill_rate.add(done.num_prefill_tokens, done.duration_s)
+            self._times.add(
+                done.duration_s,
+                num_prefill_tokens=done.num_prefill_tokens,
+                is_prefill_held_back=done.is_prefill_held_back,
+            )
         if not self._requests:
             self._pass = self._free_s = None
         return self._take_events()
@@ -120,7 +124,14 @@ class ReplayEngine(Runner):
         duration_s += self._timing.step_s(num_decodes)
         if not forward.sequences:
             return None
-        return _Pass(forward, began_s, duration_s, num_prefill_tokens, self._replayed.num_layers)
+        return _Pass(
+            forward=forward,
+            began_s=began_s,
+            duration_s=duration_s,
+            num_prefill_tokens=num_prefill_tokens,
+            is_prefill_held_back=plan.is_prefill_held_back,
+            num_layers=self._replayed.num_layers,
+        )
 
     def _wait(self, running: _Pass) -> bool:
         """Finish the layers that are due; return whether all are."""
@@ -138,7 +149,7 @@ class ReplayEngine(Runner):
         return True
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Pass:
     """One forward that is under way."""
 
@@ -146,6 +157,7 @@ class _Pass:
     began_s: float
     duration_s: float
     num_prefill_tokens: int
+    is_prefill_held_back: bool
     num_layers: int
     num_layers_done: int = 0
 

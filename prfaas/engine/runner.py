@@ -20,22 +20,25 @@ from typing import TYPE_CHECKING
 
 from prfaas.cache.prefix import PrefixCache
 from prfaas.clock import Clock
-from prfaas.engine.batcher import Batcher, StepPlan
+from prfaas.engine.batcher import Batcher
 from prfaas.engine.capacity import check_snapshot_tokens, max_context_tokens
 from prfaas.engine.choices import draw_first_tokens, draw_token
 from prfaas.engine.forward import Forward
 from prfaas.engine.options import EngineOptions
 from prfaas.engine.pages import announce_hit
-from prfaas.engine.rate import PrefillRate
+from prfaas.engine.rate import StepTimes
 from prfaas.engine.sampler import Float32s, Sampler
 from prfaas.engine.sequence import (
     RequestState,
     SequenceState,
+    check_states,
     check_submission,
+    new_choice,
     new_prompt,
     new_request,
 )
 from prfaas.engine.sharing import share_prefixes
+from prfaas.engine.step_plan import StepPlan
 from prfaas.engine.submission import EngineEvent, EngineLoad, FirstLogits, Submission
 from prfaas.engine.turns import TurnSnapshots
 from prfaas.engine.working_copies import WorkingCopies
@@ -54,7 +57,7 @@ class Runner:
         model: one runner uses it at a time.
         cache: where hits come from and finished blocks go; of the model's layout.
         options: the limits.
-        clock: seconds, for the prefill rate only.
+        clock: seconds, for what steps take only.
         snapshot_tokens: windows and states are kept at its multiples in every prompt; 0: nowhere.
 
     Raises:
@@ -94,7 +97,7 @@ class Runner:
         self._sequences: dict[int, SequenceState] = {}
         self._events: list[EngineEvent] = []
         self._step_count = 0
-        self._prefill_rate = PrefillRate()
+        self._times = StepTimes(options.chunk_tokens)
         self._turns = TurnSnapshots(
             model=model, cache=cache, copies=self._copies, count_layer=self._count_layer
         )
@@ -164,6 +167,10 @@ class Runner:
                 self._note_turn(sequence, sequence.tokens)
         self._close_choice(state, choice_index)
 
+    def set_prefill_share(self, share: float) -> None:
+        """Let this share of the steps in which sequences decode carry prefill; raises ValueError."""
+        self._batcher.set_prefill_share(share)
+
     def drain(self) -> None:
         """Do nothing any more that nobody waits for."""
         self._turns.drain()
@@ -175,27 +182,19 @@ class Runner:
             num_waiting=self._batcher.num_waiting,
             num_waiting_tokens=self._batcher.num_remaining_tokens,
             kv_used_bytes=self._batcher.used_bytes,
-            prefill_tokens_per_s=self._prefill_rate.tokens_per_s,
+            prefill_tokens_per_s=self._times.prefill_tokens_per_s,
             step_count=self._step_count,
             turns=self._turns.counts,
+            num_decoding=self._batcher.num_decoding,
+            decode_step_s=self._times.decode_step_s,
+            prefill_chunk_s=self._times.prefill_chunk_s,
         )
 
     def check(self) -> None:
         """Re-derive what the engine holds; AssertionError names what is wrong."""
         self._batcher.check()
         self._turns.check()
-        owned = {key: s for r in self._requests.values() for key, s in r.sequences.items()}
-        assert owned == self._sequences
-        running = sum(sequence.kv is not None for sequence in owned.values())
-        assert running == self._batcher.num_running
-        assert len(owned) - running == self._batcher.num_waiting
-        for request_id, state in self._requests.items():
-            assert state.request.request_id == request_id
-            assert state.open_choices, "a request without open choices has not ended"
-            choices = [sequence.choice_index for sequence in state.sequences.values()]
-            assert choices == [None] or sorted(c for c in choices if c is not None) == (
-                state.open_choices
-            )
+        check_states(self._requests, self._sequences, self._batcher)
 
     def step(self) -> list[EngineEvent]:
         """Do one step's work and return what happened, in order.
@@ -216,8 +215,11 @@ class Runner:
                 forward.add(self._sequences[grant.key], grant.num_tokens)
         if forward.sequences:
             self._run(forward)
-            num_prefill_tokens = sum(grant.num_tokens for grant in plan.prefills)
-            self._prefill_rate.add(num_prefill_tokens, self._clock() - began_s)
+            self._times.add(
+                self._clock() - began_s,
+                num_prefill_tokens=sum(grant.num_tokens for grant in plan.prefills),
+                is_prefill_held_back=plan.is_prefill_held_back,
+            )
         return self._take_events()
 
     def _take_events(self) -> list[EngineEvent]:
@@ -345,24 +347,12 @@ class Runner:
 
     def _fork(self, prompt: SequenceState, choice: int, completion: tuple[int, ...]) -> None:
         """Start a choice from a copy of the prompt's KV, or let it wait and go on from its pages."""
-        salt = prompt.owner.request.cache_salt
-        keys = self._cache.block_keys(prompt.tokens, salt)
-        table = self._cache.lookup(keys, len(prompt.tokens) + 1, salt=salt)
-        sequence = SequenceState(
-            key=next(self._keys),
-            owner=prompt.owner,
-            tokens=[*prompt.tokens, *completion],
-            table=table,
-            stored_tokens=table.hit_tokens,
-            resume_tokens=table.hit_tokens,
-            choice_index=choice,
-            history=prompt.owner.new_history(completion),
-        )
+        sequence = new_choice(next(self._keys), prompt, choice, completion, self._cache)
         capacity_tokens = self._batcher.fork(
             prompt.key,
             sequence.key,
             num_tokens=len(sequence.tokens),
-            num_saved=table.hit_tokens,
+            num_saved=sequence.resume_tokens,
         )
         self._enter(sequence)
         if capacity_tokens is not None:

@@ -1,5 +1,6 @@
 """What the engine knows of a running request: its sequences, their tokens and their KV."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from prfaas.errors import BadRequest
 from prfaas.types import FinishReason, Request
 
 if TYPE_CHECKING:
+    from prfaas.engine.batcher import Batcher
     from prfaas.engine.sequence_kv import SequenceKv
 
 
@@ -138,6 +140,29 @@ def new_prompt(key: int, state: "RequestState", layout: CacheLayout) -> Sequence
     )
 
 
+def new_choice(
+    key: int,
+    prompt: SequenceState,
+    choice: int,
+    completion: tuple[int, ...],
+    cache: PrefixCache,
+) -> SequenceState:
+    """Return a choice whose first tokens are `completion`, to go on from the prompt's cached pages."""
+    salt = prompt.owner.request.cache_salt
+    keys = cache.block_keys(prompt.tokens, salt)
+    table = cache.lookup(keys, len(prompt.tokens) + 1, salt=salt)
+    return SequenceState(
+        key=key,
+        owner=prompt.owner,
+        tokens=[*prompt.tokens, *completion],
+        table=table,
+        stored_tokens=table.hit_tokens,
+        resume_tokens=table.hit_tokens,
+        choice_index=choice,
+        history=prompt.owner.new_history(completion),
+    )
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
     """One submission between `submit` and its RequestEnded."""
@@ -220,3 +245,21 @@ class RequestState:
         for token in completion:
             history.append(token)
         return history
+
+
+def check_states(
+    requests: Mapping[str, RequestState], sequences: Mapping[int, SequenceState], batcher: "Batcher"
+) -> None:
+    """Assert that requests, their sequences and the batcher agree."""
+    owned = {key: s for r in requests.values() for key, s in r.sequences.items()}
+    assert owned == sequences
+    running = sum(sequence.kv is not None for sequence in owned.values())
+    assert running == batcher.num_running
+    assert len(owned) - running == batcher.num_waiting
+    for request_id, state in requests.items():
+        assert state.request.request_id == request_id
+        assert state.open_choices, "a request without open choices has not ended"
+        choices = [sequence.choice_index for sequence in state.sequences.values()]
+        assert choices == [None] or sorted(c for c in choices if c is not None) == (
+            state.open_choices
+        )

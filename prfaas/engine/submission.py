@@ -90,6 +90,14 @@ class EngineLoad:
     """Known tokens not yet computed, of all sequences: the work ahead of a new prompt."""
     kv_used_bytes: int
     prefill_tokens_per_s: float
-    """Moving average over the last few thousand tokens; 0 before the first prefill."""
+    """Moving average over the last few thousand tokens, as a new prompt should expect it: what
+    waited for its share of the steps counts as slow. 0 before the first prefill."""
     step_count: int
     turns: TurnCounts = TurnCounts()
+    num_decoding: int = 0
+    """Of the running sequences, those that have one token to compute."""
+    decode_step_s: float | None = None
+    """Moving average of the steps that only decode; None before the first."""
+    prefill_chunk_s: float | None = None
+    """What a step with a whole chunk of prefill takes, and what decodes beside it; None before the
+    first prefill."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prfaas.clock import Clock, thread_cpu_s
+from prfaas.engine.prefill_share import check_prefill_share
 from prfaas.engine.submission import EngineEvent, EngineLoad, Submission
 from prfaas.errors import EngineError, PrfaasError
 from prfaas.log import get_logger
@@ -59,6 +60,10 @@ class StepEngine(Protocol):
 
     def drain(self) -> None:
         """Do nothing any more that nobody waits for."""
+        ...
+
+    def set_prefill_share(self, share: float) -> None:
+        """Let this share of the steps in which sequences decode carry prefill, from 0.1 to 1."""
         ...
 
     def load(self) -> EngineLoad:
@@ -137,6 +142,14 @@ class EngineThread:
     def drain(self) -> None:
         """Let the engine do no work any more that nobody waits for."""
         self._post(self._engine.drain)
+
+    def set_prefill_share(self, share: float) -> None:
+        """Let this share of the steps in which sequences decode carry prefill, from the next on.
+
+        Raises ValueError if it is not from MIN_PREFILL_SHARE to 1.
+        """
+        check_prefill_share(share)
+        self._post(lambda: self._engine.set_prefill_share(share))
 
     async def stop(self) -> None:
         """Abort all requests, let them end, and end the thread. Idempotent.

@@ -1,8 +1,8 @@
-"""The prefill rate speaks for long prompts and follows a change."""
+"""What the engine says of its pace speaks for long prompts, follows a change and counts waiting."""
 
 import pytest
 
-from prfaas.engine.rate import MEMORY_TOKENS, PrefillRate
+from prfaas.engine.rate import MEMORY_STEPS, MEMORY_TOKENS, PrefillRate, StepTimes
 
 
 def test_the_first_step_sets_the_rate():
@@ -34,3 +34,32 @@ def test_a_lasting_change_is_followed():
     for _ in range(5 * MEMORY_TOKENS // 512):
         rate.add(512, 5.12)
     assert rate.tokens_per_s == pytest.approx(100, rel=0.03)
+
+
+def test_prefill_that_was_held_back_is_expected_to_be_again():
+    times = StepTimes(chunk_tokens=512)
+    for _ in range(3):
+        times.add(0.5, num_prefill_tokens=0, is_prefill_held_back=True)
+    times.add(1.0, num_prefill_tokens=256, is_prefill_held_back=False)
+    assert times.prefill_tokens_per_s == 256 / 2.5
+    assert times.prefill_chunk_s == 2.0, "half a chunk took a second"
+    assert times.decode_step_s == 0.5
+
+
+def test_steps_in_which_nothing_waited_do_not_slow_the_next_prompt():
+    times = StepTimes(chunk_tokens=512)
+    times.add(0.5, num_prefill_tokens=0, is_prefill_held_back=True)
+    times.add(0.5, num_prefill_tokens=0, is_prefill_held_back=False)  # who waited has left
+    times.add(1.0, num_prefill_tokens=512, is_prefill_held_back=False)
+    assert times.prefill_tokens_per_s == 512
+
+
+def test_decode_steps_follow_a_change_and_know_nothing_of_prefill():
+    times = StepTimes(chunk_tokens=512)
+    assert (times.decode_step_s, times.prefill_chunk_s) == (None, None)
+    times.add(0.1, num_prefill_tokens=0, is_prefill_held_back=False)
+    times.add(5.0, num_prefill_tokens=512, is_prefill_held_back=False)
+    assert times.decode_step_s == 0.1
+    for _ in range(5 * MEMORY_STEPS):
+        times.add(0.2, num_prefill_tokens=0, is_prefill_held_back=False)
+    assert times.decode_step_s == pytest.approx(0.2, rel=0.01)

@@ -109,6 +109,7 @@ class ScriptedEngine:
         """How long a prefill step takes."""
         self.prefill_tokens_per_s = 0.0
         """What `load` claims."""
+        self.prefill_share = 1.0
         self.gate = threading.Event()
         """Cleared: steps wait, as in a step that takes long."""
         self.gate.set()
@@ -162,6 +163,9 @@ class ScriptedEngine:
                 if not sequence.open:
                     self._end(sequence)
                 return
+
+    def set_prefill_share(self, share: float) -> None:
+        self.prefill_share = share
 
     def drain(self) -> None:
         """It never does what nobody asked for."""

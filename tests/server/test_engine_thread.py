@@ -205,3 +205,12 @@ async def test_one_long_layer_is_a_sign_of_life(monkeypatch):
         assert bench.thread.is_ready == (True, "")
         monkeypatch.undo()
         is_done.set()
+
+
+async def test_the_engine_hears_its_prefill_share_and_a_wrong_one_stays_outside():
+    async with running() as bench:
+        with pytest.raises(ValueError, match="a prefill share of 0"):
+            bench.thread.set_prefill_share(0.0)
+        bench.thread.set_prefill_share(0.25)
+        await until(lambda: bench.engine.prefill_share == 0.25)
+        assert bench.thread.is_ready == (True, "")
