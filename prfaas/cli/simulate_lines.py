@@ -96,8 +96,17 @@ def _run_line(label: str, load: Mapping[str, Any]) -> str:
         f"{load['ttft_p99_s']:>9.2f}{load['offload_fraction']:>9.1%}"
         f"{load['egress_bytes_per_s'] * 8e-9:>7.2f}{_busy(load['prfaas_busy_fraction']):>8}"
         f"{_busy(load['prefill_busy_fraction']):>8}{load['hit_fraction']:>8.1%}"
-        f"{load['prediction_error_s']:>8.2f}"
+        f"{load['prediction_error_s']:>8.2f}{_moves(load)}"
     )
+
+
+def _moves(load: Mapping[str, Any]) -> str:
+    """Return how many prefixes moved ahead of their prefills, where any did."""
+    if not load["num_moved"] + load["num_moves_given_up"]:
+        return ""
+    moved = f"  {load['num_moved']:,} prefixes moved, {load['moved_bytes'] / 1e9:,.1f} GB"
+    lost = load["num_moves_given_up"]
+    return f"{moved}, {lost:,} given up" if lost else moved
 
 
 def _busy(fraction: float | None) -> str:

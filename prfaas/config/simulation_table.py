@@ -71,6 +71,8 @@ class SimulationOptions:
     local_cache_tokens: int = 0
     prfaas_cache_tokens: int = 0
     """Of each cluster's prefix cache; needs a trace with block ids."""
+    moves_cache: bool = False
+    """Whether a prefix that another cluster has may be sent ahead of a prefill."""
     decode: Literal["fluid", "stepped"] = "fluid"
     link: tuple[LinkChange, ...] = ()
     failures: tuple[Failure, ...] = ()
@@ -96,6 +98,7 @@ def read_simulation(table: Table) -> SimulationOptions:
         view_delay_s=table.number("view_delay_s", minimum=0, maximum=60, default=own.view_delay_s),
         local_cache_tokens=_cache(table, "local_cache_tokens"),
         prfaas_cache_tokens=_cache(table, "prfaas_cache_tokens"),
+        moves_cache=table.boolean("moves_cache", default=own.moves_cache),
         decode=cast(
             'Literal["fluid", "stepped"]', table.choice("decode", ("fluid", "stepped"), own.decode)
         ),
@@ -107,6 +110,9 @@ def read_simulation(table: Table) -> SimulationOptions:
         ),
         rebalance=_rebalancing(table.table("rebalance")) if "rebalance" in table else None,
     )
+    if options.moves_cache and not (options.local_cache_tokens or options.prfaas_cache_tokens):
+        what = "there is no cache to move; set local_cache_tokens, prfaas_cache_tokens or both"
+        raise table.error("moves_cache", what)
     table.finish()
     return options
 

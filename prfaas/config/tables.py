@@ -67,6 +67,13 @@ class Table:
         self._check(key, raw, above=None, minimum=minimum, maximum=maximum)
         return raw
 
+    def boolean(self, key: str, *, default: bool | None = None) -> bool:
+        """Return true or false."""
+        raw = self._get(key, default)
+        if not isinstance(raw, bool):
+            raise self.error(key, f"expected true or false, not {_shown(raw)}")
+        return raw
+
     def numbers(
         self, key: str, *, above: float | None = None, minimum: float | None = None, maximum: float
     ) -> tuple[float, ...]:

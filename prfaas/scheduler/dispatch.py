@@ -17,7 +17,7 @@ from prfaas.scheduler.forecast import (
     RemoteView,
 )
 from prfaas.scheduler.policies import MAX_EGRESS_FRACTION, Decision, Policy
-from prfaas.scheduler.ways import Movement
+from prfaas.scheduler.ways import Movement, behind
 
 BUDGET_BURST_S = 10.0
 """The budget of so long may be spent at once."""
@@ -29,6 +29,11 @@ class _Remote:
     sent: deque[tuple[float, float]] = field(default_factory=deque)
     """(when decided, seconds of service) of what the view does not have yet."""
     sent_work_s: float = 0.0
+    num_moving: int = 0
+    """Prefills that go there behind their prefixes, not counted as sent before these are there."""
+    moving_work_s: float = 0.0
+    outgoing_bytes: float = 0.0
+    """Of those prefixes."""
     backlog_bytes: float = 0.0
     budget_bytes: float | None = None
     refilled_s: float = 0.0
@@ -48,14 +53,19 @@ class Dispatcher:
         *,
         remotes: tuple[RemoteView, ...] = (),
         max_egress_fraction: float = MAX_EGRESS_FRACTION,
+        moves_cache: bool = False,
     ) -> None:
-        """Raises ValueError for a share of the links that is none."""
+        """Raises ValueError for a share of the links that is none.
+
+        `moves_cache` says whether the driver can move a prefix.
+        """
         if not 0 <= max_egress_fraction <= 1:
             raise ValueError(f"{max_egress_fraction} of a link")
         self._policy = policy
         self._profiles = profiles
         self._remotes = [_Remote(view=view) for view in remotes]
         self._fraction = max_egress_fraction
+        self._moves_cache = moves_cache
         self._num_inflight = 0
 
     def follow(self, policy: Policy) -> None:
@@ -74,27 +84,50 @@ class Dispatcher:
             remote.sent_work_s -= remote.sent.popleft()[1]
 
     def decide(self, prompt: Prompt, *, local: PrefillView, now_s: float) -> Decision:
-        """Return where a prompt goes; a remote prefill is in flight until `ended`."""
+        """Return where a prompt goes.
+
+        A remote prefill is in flight until `ended`, and what moves before a prefill until `moved`.
+        """
         decision = self._policy.decide(prompt, self.view(local, now_s), now_s)
+        movement = decision.movement
         if decision.remote is not None:
             remote = self._remotes[decision.remote]
-            work_s = self._work_s(prompt, decision.remote, decision.movement)
-            remote.sent.append((now_s, work_s))
-            remote.sent_work_s += work_s
-            remote.prefill = remote.shown = None
+            work_s = self._work_s(prompt, decision.remote, movement)
+            if movement is None:
+                self._send(remote, work_s, now_s)
+            else:
+                remote.num_moving += 1
+                remote.moving_work_s += work_s
+                remote.outgoing_bytes += movement.num_bytes
+                remote.prefill = None
             self._count(remote, self._profiles.kv_bytes(prompt))
-        elif decision.movement is not None and decision.movement.source is not None:
-            self._count(self._remotes[decision.movement.source], decision.movement.num_bytes)
+        elif movement is not None:
+            assert movement.source is not None, "it is here"
+            self._count(self._remotes[movement.source], movement.num_bytes)
         return decision
 
     def ended(self, index: int, prompt: Prompt) -> None:
         """Take a remote prefill out of flight: it arrived, or was given up."""
         self._uncount(self._remotes[index], self._profiles.kv_bytes(prompt))
 
-    def moved(self, movement: Movement) -> None:
-        """Take a prefix for a local prefill out of flight: it arrived, or was given up."""
-        assert movement.source is not None, "it came from here"
-        self._uncount(self._remotes[movement.source], movement.num_bytes)
+    def moved(self, prompt: Prompt, decision: Decision, *, now_s: float) -> None:
+        """Take what moved before a prefill out of flight: it arrived, or was given up.
+
+        A remote prefill stays in flight, and is on its way there from now on.
+        """
+        movement = decision.movement
+        assert movement is not None, "nothing moved"
+        if decision.remote is None:
+            assert movement.source is not None, "it was here"
+            self._uncount(self._remotes[movement.source], movement.num_bytes)
+            return
+        remote = self._remotes[decision.remote]
+        work_s = self._work_s(prompt, decision.remote, movement)
+        remote.num_moving -= 1
+        remote.moving_work_s = remote.moving_work_s - work_s if remote.num_moving else 0.0
+        left_bytes = max(0.0, remote.outgoing_bytes - movement.num_bytes)
+        remote.outgoing_bytes = left_bytes if remote.num_moving else 0.0
+        self._send(remote, work_s, now_s)
 
     @property
     def num_inflight(self) -> int:
@@ -104,14 +137,21 @@ class Dispatcher:
     def view(self, local: PrefillView, now_s: float) -> ClustersView:
         """Return what a policy would look at now."""
         return ClustersView(
-            local=local, remotes=tuple([self._now(remote, now_s) for remote in self._remotes])
+            local=local,
+            remotes=tuple([self._now(remote, now_s) for remote in self._remotes]),
+            moves_cache=self._moves_cache,
         )
 
     def _work_s(self, prompt: Prompt, index: int, movement: Movement | None) -> float:
-        if movement is None:
-            return self._profiles.remote_work_s(prompt, index)
-        assert self._profiles.remote is not None, "a PrfaaS cluster without a profile"
-        return self._profiles.remote.prefill_s(prompt.num_tokens - movement.num_tokens)
+        if movement is not None:
+            prompt = behind(prompt, movement, index)
+        return self._profiles.remote_work_s(prompt, index)
+
+    def _send(self, remote: _Remote, work_s: float, now_s: float) -> None:
+        """Count work as on its way to a cluster, until a report has it."""
+        remote.sent.append((now_s, work_s))
+        remote.sent_work_s += work_s
+        remote.prefill = remote.shown = None
 
     def _count(self, remote: _Remote, num_bytes: float) -> None:
         """Count bytes that will come from a cluster, and spend its budget on them."""
@@ -146,8 +186,8 @@ class Dispatcher:
         if remote.prefill is None:
             remote.prefill = replace(
                 remote.view.prefill,
-                num_sent=len(remote.sent),
-                sent_work_s=max(0.0, remote.sent_work_s),
+                num_sent=len(remote.sent) + remote.num_moving,
+                sent_work_s=max(0.0, remote.sent_work_s + remote.moving_work_s),
             )
         remote.shown = RemoteView(
             name=remote.view.name,
@@ -156,6 +196,7 @@ class Dispatcher:
                 bytes_per_s=link.bytes_per_s,
                 rtt_s=link.rtt_s,
                 backlog_bytes=remote.backlog_bytes,
+                outgoing_backlog_bytes=remote.outgoing_bytes,
                 egress_bytes_per_s=link.egress_bytes_per_s,
                 budget_bytes=remote.budget_bytes,
                 budget_limit_bytes=limit_bytes,

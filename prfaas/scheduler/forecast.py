@@ -97,6 +97,8 @@ class LinkView:
     rtt_s: float = 0.0
     backlog_bytes: float = 0.0
     """Of KVCache that was asked for and has not arrived."""
+    outgoing_backlog_bytes: float = 0.0
+    """Of prefixes on their way there."""
     egress_bytes_per_s: float = 0.0
     """What came lately."""
     budget_bytes: float = inf

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Literal, Protocol, assert_never, get_args
 
 from prfaas.scheduler.forecast import ClustersView, Profiles, Prompt, RemoteView, remote_ttft_s
+from prfaas.scheduler.planner import Kind
 from prfaas.scheduler.ways import Movement, Way, ways
 
 PolicyName = Literal["local", "always-remote", "static", "threshold", "predictive"]
@@ -266,6 +267,19 @@ def _chosen(best: Way, found: list[Way]) -> Decision:
         unpriced = min(way.cost_s - way.price_s for way in found if way is not best)
         return _as(best, "egress_budget" if unpriced < best.cost_s else "spares_others")
     return _as(best, "spares_others")
+
+
+def own_policy(kind: Kind) -> PolicyName:
+    """Return the policy that a kind of deployment stands for."""
+    match kind:
+        case "prfaas":
+            return "static"
+        case "homogeneous":
+            return "local"
+        case "naive":
+            return "always-remote"
+        case _:
+            assert_never(kind)
 
 
 def as_policy(name: str) -> PolicyName:

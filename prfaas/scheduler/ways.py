@@ -5,6 +5,7 @@ that any cluster has is used, and moved where that saves prefill (PrfaaS §3.4.3
 of bytes says: nothing while the egress budget is full.
 """
 
+from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ PRICE = 2.0
 
 
 class Movement(NamedTuple):
-    """A prefix that is sent to the cluster of a prefill, before it begins."""
+    """A prefix that is sent to the cluster of a prefill, before it begins: over the link between the two."""
 
     source: int | None
     """The PrfaaS cluster that has it, by its place in the view; None is the local cluster."""
@@ -35,6 +36,15 @@ class Way(NamedTuple):
     is_idle: bool
     """Whether nobody waits there, and the link has room."""
     movement: Movement | None = None
+
+
+def behind(prompt: Prompt, movement: Movement, remote: int | None) -> Prompt:
+    """Return the prompt as it is once the prefix is there: at a PrfaaS cluster, or here for None."""
+    if remote is None:
+        return replace(prompt, local_hit_tokens=movement.num_tokens)
+    hits = list(prompt.remote_hit_tokens or (0,) * (remote + 1))
+    hits[remote] = movement.num_tokens
+    return replace(prompt, remote_hit_tokens=tuple(hits))
 
 
 def ways(
@@ -68,7 +78,8 @@ def ways(
             for index in candidates:
                 way = _here(profiles, prompt, view.remotes[index], index, wait_s, others)
                 if way is not None:
-                    found.append(way)
+                    has_room = _has_room(view.remotes[index], max_backlog_s)
+                    found.append(way if has_room else way._replace(is_idle=False))
     if not candidates:
         return found
     num_bytes = profiles.kv_bytes(prompt)
@@ -78,14 +89,17 @@ def ways(
         ttft_s = remote_ttft_s(remote, now_s, work_s=work_s, num_bytes=num_bytes)
         price_s = bytes_price_s(remote, num_bytes)
         others = concern * remote.prefill.delayed_jobs()
-        has_room = remote.link.backlog_bytes <= max_backlog_s * remote.link.bytes_per_s
-        is_idle = has_room and remote.prefill.wait_s(now_s) <= 0
+        is_idle = _has_room(remote, max_backlog_s) and remote.prefill.wait_s(now_s) <= 0
         cost_s = ttft_s + others * work_s + price_s
         found.append(Way(cost_s, ttft_s, price_s, index, is_idle))
         held_tokens = prompt.num_tokens - prompt.remote_tokens(index)
         if view.moves_cache and prompt.local_hit_tokens > held_tokens:
             found.append(_there(profiles, prompt, remote, index, now_s, others, found[-1]))
     return found
+
+
+def _has_room(remote: RemoteView, max_backlog_s: float) -> bool:
+    return remote.link.backlog_bytes <= max_backlog_s * remote.link.bytes_per_s
 
 
 def _here(
@@ -117,13 +131,13 @@ def _there(
 ) -> Way:
     """Return the prefill at a PrfaaS cluster that begins where the local cache ends.
 
-    The way there is taken to be as wide as the way back, and nobody else's: what comes back is priced.
+    The way there is taken to be as wide as the way back; only what comes back is priced.
     """
     assert profiles.remote is not None, "a PrfaaS cluster without a profile"
     hit_tokens, link = prompt.local_hit_tokens, remote.link
     held_tokens = prompt.num_tokens - prompt.remote_tokens(index)
     num_bytes = profiles.prefix_bytes(hit_tokens, held_tokens)
-    moved_s = num_bytes / link.bytes_per_s + link.rtt_s / 2
+    moved_s = (link.outgoing_backlog_bytes + num_bytes) / link.bytes_per_s + link.rtt_s / 2
     work_s = profiles.remote.prefill_s(prompt.num_tokens - hit_tokens)
     computed_s = max(remote.prefill.wait_s(now_s), moved_s) + work_s
     arrived_s = (link.backlog_bytes + profiles.kv_bytes(prompt)) / link.bytes_per_s

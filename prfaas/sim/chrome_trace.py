@@ -17,6 +17,7 @@ from typing import Any
 from prfaas.errors import ConfigError
 from prfaas.sim.events import Action, Events
 from prfaas.sim.journey import Journey
+from prfaas.sim.movement import PrefixMove
 from prfaas.sim.remote_cluster import RemotePrefill
 
 Counters = Callable[[], Mapping[tuple[str, str], float]]
@@ -90,6 +91,13 @@ class Recorder:
         sent_s = prefill.transfer.first_sent_s
         if sent_s is not None:
             self._add(Span(f"{place} link", None, "transfer", sent_s, now_s, outcome, journey))
+
+    def moved(self, move: PrefixMove, outcome: str) -> None:
+        """Take note of a prefix that has arrived or was given up just now."""
+        if not self._heeds(move.journey) or move.began_s is None:
+            return
+        place = f"prfaas-{move.index} link" + ("" if move.is_to_here else " there")
+        self._add(Span(place, None, "movement", move.began_s, self._now, outcome, move.journey))
 
     def decode(
         self, journey: Journey, on_done: Action, on_lost: LostSequence

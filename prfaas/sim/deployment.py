@@ -9,42 +9,35 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import inf
-from random import Random
 
 from prfaas.config.simulation_table import SimulationOptions
 from prfaas.config.traces import TraceRequest
 from prfaas.scheduler.dispatch import Dispatcher
-from prfaas.scheduler.forecast import Profiles, Prompt, RemoteView
+from prfaas.scheduler.forecast import PrefillView, Profiles, Prompt, RemoteView
 from prfaas.scheduler.holding import HeldPrompts
 from prfaas.scheduler.planner import Plan
 from prfaas.scheduler.policies import Decision, Policy, PolicyName, make_policy
 from prfaas.scheduler.rebalancer import Rebalancer
 from prfaas.scheduler.router import Outcome
 from prfaas.scheduler.throughput import ThroughputModel
-from prfaas.sim.breakers import Breakers, Sent
+from prfaas.scheduler.ways import behind
+from prfaas.sim.breakers import Sent
 from prfaas.sim.chrome_trace import Recorder
 from prfaas.sim.conversion import Conversions
 from prfaas.sim.decode_pool import DecodePool
 from prfaas.sim.events import Action, Events
 from prfaas.sim.failures import Failures
 from prfaas.sim.journey import Journey, Tally
+from prfaas.sim.movement import Movements, PrefixMove
 from prfaas.sim.prefix_lru import PrefixLru
-from prfaas.sim.remote_cluster import RemotePrefill, refreshed, remote_clusters, view_of
+from prfaas.sim.remote_cluster import RemotePrefill, remote_clusters, view_of
+from prfaas.sim.round_trip import RoundTrip
+from prfaas.sim.scheduling import Scheduling
 from prfaas.sim.station import Station
 
 
-def own_policy(plan: Plan) -> PolicyName:
-    """Return the policy that a kind of deployment stands for."""
-    if plan.kind == "prfaas":
-        return "static"
-    return "local" if plan.kind == "homogeneous" else "always-remote"
-
-
 class Deployment:
-    """A plan's instances, serving requests under one policy.
-
-    Only the jitter of the link is drawn at random, from `seed`.
-    """
+    """A plan's instances, serving requests under one policy."""
 
     def __init__(
         self,
@@ -60,9 +53,13 @@ class Deployment:
         self.events = Events()
         self.tally = Tally()
         self._options = options
-        self._random = Random(seed)
         self._profiles = Profiles(local=model.local, remote=model.prfaas)
-        self._rtt_s = 0.0 if model.link is None else model.link.rtt_s
+        self._trip = RoundTrip(
+            self.events,
+            rtt_s=0.0 if model.link is None else model.link.rtt_s,
+            jitter_s=options.jitter_s,
+            seed=seed,
+        )
         self._recorder = recorder
         if recorder is not None:
             recorder.begin(self.events)
@@ -87,14 +84,23 @@ class Deployment:
             self._profiles,
             remotes=tuple(remote.view() for remote in self.remotes),
             max_egress_fraction=options.max_egress_fraction,
+            moves_cache=options.moves_cache,
         )
-        self._seen: list[RemoteView] = [remote.view() for remote in self.remotes]
-        self._breakers = Breakers([view.name for view in self._seen])
-        self._refused: frozenset[int] = frozenset()
-        """Clusters that the policy is not to see, by their breakers."""
+        self._scheduling = Scheduling(self._dispatcher, self.remotes)
         self._held: HeldPrompts[Journey] = HeldPrompts(period_s=options.ttft_slo_s)
         self._is_releasing = False
         self._remote: dict[Journey, RemotePrefill] = {}
+        self._movements = Movements(
+            self.events,
+            cache=self.cache,
+            remotes=self.remotes,
+            dispatcher=self._dispatcher,
+            profiles=self._profiles,
+            trip=self._trip,
+            tally=self.tally,
+            stall_timeout_s=options.stall_timeout_s,
+            on_moved=self._moved,
+        )
         self._num_returning = 0
         """First tokens on the way back."""
         self._is_over = False
@@ -158,12 +164,13 @@ class Deployment:
         for remote in self.remotes:
             remote.check()
         self._held.check()
-        self._breakers.check(len(self._remote))
         here = self.prefill.num_waiting + self.prefill.num_serving + self.decode.num_sequences
-        there = len(self._remote) + self._num_returning
+        self._movements.check()
+        moving_here = self._movements.num_to_here
+        there = len(self._remote) + moving_here + self._num_returning
         assert self.tally.num_in_flight == here + there + len(self._held), "one is lost, or twice"
         assert self.tally.num_done <= len(self.tally.ttfts_s) <= self.tally.num_arrived
-        assert self._dispatcher.num_inflight == len(self._remote)
+        self._scheduling.check(num_remote=len(self._remote), num_moving_here=moving_here)
 
     def _counters(self) -> dict[tuple[str, str], float]:
         """Return queues, sequences and egress as they are, for a trace."""
@@ -224,43 +231,27 @@ class Deployment:
             self._go(journey, decision)
 
     def _decide(self, prompt: Prompt) -> Decision:
-        now_s = self.events.now_s
-        if self._breakers:
-            self._refuse(self._breakers.refused(now_s))
-        for index, remote in enumerate(self.remotes):
-            if remote.is_at_rest:
-                self._dispatcher.saw(index, refreshed(self._shown(index), now_s))
-        return self._dispatcher.decide(prompt, local=view_of(self.prefill, now_s), now_s=now_s)
+        return self._scheduling.decide(prompt, self._local_view(), self.events.now_s)
 
-    def _refuse(self, refused: frozenset[int]) -> None:
-        """Show the policy no instance in clusters that their breakers refuse, if others can serve."""
-        others = self.prefill.num_servers > 0 or any(
-            view.is_usable for index, view in enumerate(self._seen) if index not in refused
-        )
-        if not others:
-            refused = frozenset()
-        changed, self._refused = refused ^ self._refused, refused
-        for index in sorted(changed):
-            self._dispatcher.saw(index, self._shown(index))
-
-    def _shown(self, index: int) -> RemoteView:
-        view = self._seen[index]
-        if index not in self._refused:
-            return view
-        return replace(view, prefill=replace(view.prefill, num_instances=0))
+    def _local_view(self) -> PrefillView:
+        """Return the local queue, with what will join it behind its prefix."""
+        view, works_s = view_of(self.prefill, self.events.now_s), self._movements.works_here_s()
+        return replace(view, num_sent=len(works_s), sent_work_s=sum(works_s)) if works_s else view
 
     def _go(self, journey: Journey, decision: Decision) -> None:
         now_s, tally = self.events.now_s, self.tally
         if journey.ttft_s is None:
             journey.predicted_ttft_s = now_s - journey.arrived_s + decision.predicted_ttft_s
         tally.reasons[decision.reason] += 1
-        if decision.remote is None:
+        if decision.remote is not None:
+            if not journey.is_remote:
+                journey.is_remote = True
+                tally.num_remote += 1
+            self._prefill_there(journey, decision.remote, decision)
+        elif decision.movement is not None:
+            self._movements.begin(journey, decision)
+        else:
             self._prefill_here(journey)
-            return
-        if not journey.is_remote:
-            journey.is_remote = True
-            tally.num_remote += 1
-        self._prefill_there(journey, decision.remote)
 
     def _release(self) -> None:
         """Let go whom the policy holds back no more."""
@@ -281,50 +272,72 @@ class Deployment:
         work_s = self._profiles.local_work_s(journey.prompt)
         self.prefill.submit(work_s, on_done, on_start, on_lost)
 
-    def _prefill_there(self, journey: Journey, index: int) -> None:
-        remote, prompt, profiles = self.remotes[index], journey.prompt, self._profiles
-        hits = prompt.remote_hit_tokens
-        self.tally.hit_tokens += hits[index] if hits else 0
+    def _prefill_there(self, journey: Journey, index: int, decision: Decision) -> None:
+        remote, now_s, prompt = self.remotes[index], self.events.now_s, journey.prompt
         self.tally.num_remote_sent += 1
-        now_s, num_tokens = self.events.now_s, prompt.remote_tokens(index)
+        if decision.movement is not None:
+            prompt = behind(prompt, decision.movement, index)
+        num_tokens = prompt.remote_tokens(index)
         prefill = RemotePrefill(
             remote,
             index=index,
             sent=(self.tally.num_remote_sent, num_tokens, now_s),
-            service_s=profiles.remote_work_s(prompt, index),
-            num_bytes=profiles.kv_bytes(prompt),
+            service_s=self._profiles.remote_work_s(prompt, index),
+            num_bytes=self._profiles.kv_bytes(prompt),
             num_tokens=num_tokens,
-            local_estimate_s=self._local_estimate_s(prompt, now_s),
+            local_estimate_s=self._local_estimate_s(prompt),
             on_ended=partial(self._remote_ended, journey),
         )
         self._remote[journey] = prefill
-        if self._breakers:
-            self._breakers.sent(index, prefill.sent)
+        self._scheduling.sent(index, prefill.sent)
         remote.changed()
-        self._later(self._rtt_s / 2, prefill.begin)
+        if decision.movement is not None:
+            self._movements.begin(journey, decision)
+        else:
+            self.tally.hit_tokens += prompt.num_tokens - num_tokens
+            self._trip.there(prefill.begin)
 
-    def _local_estimate_s(self, prompt: Prompt, now_s: float) -> float:
+    def _moved(self, move: PrefixMove, outcome: Outcome) -> None:
+        """Let the prefill begin behind the prefix, or without it."""
+        journey, has_come = move.journey, outcome == "completed"
+        if self._recorder is not None:
+            self._recorder.moved(move, outcome)
+        if move.is_to_here:
+            if has_come:
+                journey.prompt = behind(journey.prompt, move.movement, None)
+            self._prefill_here(journey)
+        elif outcome in ("completed", "slower_than_local"):
+            prompt, held = journey.prompt, move.movement.num_tokens
+            if not has_come:
+                held = prompt.num_tokens - prompt.remote_tokens(move.index)
+            self.tally.hit_tokens += held
+            self._remote[journey].begin(0.0 if has_come else move.saved_s)
+        else:
+            self._remote[journey].fail(outcome)
+        self._release()
+
+    def _local_estimate_s(self, prompt: Prompt) -> float:
         local = self.prefill
         if not local.num_servers:
             return inf
         is_free = local.num_serving < local.num_servers
-        wait_s = 0.0 if is_free else view_of(local, now_s).wait_s(now_s)
+        wait_s = 0.0 if is_free else self._local_view().wait_s(self.events.now_s)
         return wait_s + self._profiles.local_work_s(prompt)
 
     def _remote_ended(self, journey: Journey, outcome: Outcome) -> None:
-        now_s, prefill, prompt = self.events.now_s, self._remote[journey], journey.prompt
-        index = prefill.index
+        prefill, now_s = self._remote[journey], self.events.now_s
+        index, number = prefill.index, prefill.sent[0]
         if outcome == "transfer_failed":
             self._saw(index, self.remotes[index].view())  # a broken connection says so at once
-        self._breakers.ended(index, prefill.sent[0], outcome, now_s, self._sent_to(index))
+        here = self._sent_to(index)
+        self._scheduling.ended(index, journey.prompt, number, outcome, now_s, here)
         del self._remote[journey]
-        self._dispatcher.ended(index, prompt)
         if self._recorder is not None:
             self._recorder.remote(journey, prefill, outcome)
         if outcome == "completed":
             self.remotes[index].cache.add(journey.request.block_ids)
             self._num_returning += 1
-            self._later(self._way_back_s(), partial(self._returned, journey))
+            self._trip.back(partial(self._returned, journey))
         elif outcome == "transfer_failed":
             self._again(journey)
         else:
@@ -335,16 +348,6 @@ class Deployment:
 
     def _sent_to(self, index: int) -> Iterator[Sent]:
         return (each.sent for each in self._remote.values() if each.index == index)
-
-    def _later(self, delay_s: float, action: Action) -> None:
-        if delay_s > 0:
-            self.events.after(delay_s, action)
-        else:
-            action()
-
-    def _way_back_s(self) -> float:
-        jitter_s = self._options.jitter_s
-        return self._rtt_s / 2 + (self._random.expovariate(1 / jitter_s) if jitter_s else 0.0)
 
     def _returned(self, journey: Journey) -> None:
         self._num_returning -= 1
@@ -388,14 +391,12 @@ class Deployment:
         self._again(journey)
 
     def _saw(self, index: int, view: RemoteView) -> None:
-        self._seen[index] = view
-        is_ready = view.prefill.num_instances > 0
-        self._breakers.heard(index, self.events.now_s, is_ready=is_ready)
-        self._dispatcher.saw(index, self._shown(index))
+        self._scheduling.saw(index, view, self.events.now_s)
         self._release()
 
     def _cluster_lost(self, index: int) -> None:
-        """Without an instance nothing waits there any longer."""
+        """Without an instance nothing waits there any longer, and nothing moves to or from it."""
+        self._movements.lose(index)
         for prefill in list(self._remote.values()):
             if prefill.index == index and prefill.job is not None:
                 prefill.lose()

@@ -59,6 +59,13 @@ class Tally:
     """Remote prefills, those that were begun again among them."""
     num_lost: int = 0
     """Prefills and sequences that went with their instance, and were done again."""
+    num_movements: int = 0
+    """Prefixes that were sent ahead of a prefill."""
+    num_moved: int = 0
+    """Of these, those that arrived."""
+    num_moves_given_up: int = 0
+    moved_bytes: float = 0.0
+    """Of those that arrived, in both directions."""
     hit_tokens: int = 0
     prompt_tokens: int = 0
     reasons: Counter[PolicyReason] = field(default_factory=Counter)

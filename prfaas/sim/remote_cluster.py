@@ -52,14 +52,19 @@ class RemotePrefill:
         """None while the request is on its way."""
         self.computed_s: float | None = None
 
-    def begin(self) -> None:
-        """Reach the cluster, and queue there."""
+    def begin(self, more_s: float = 0.0) -> None:
+        """Reach the cluster, and queue there, for so much more service than was thought."""
+        self._service_s += more_s
         self.job = self._station.submit(self._service_s, self._computed, self._started, self.lose)
 
     def lose(self) -> None:
         """Give it up because its instance is gone, and say so."""
+        self.fail("transfer_failed")
+
+    def fail(self, outcome: Outcome) -> None:
+        """Give it up, and say why."""
         self._leave()
-        self._end("transfer_failed")
+        self._end(outcome)
 
     def _started(self) -> None:
         self.transfer.begin(self._service_s)
@@ -72,8 +77,7 @@ class RemotePrefill:
         self._end("completed")
 
     def _given_up(self, verdict: Verdict) -> None:
-        self._leave()
-        self._end("peer_stuck" if verdict == "stuck" else "slower_than_local")
+        self.fail("peer_stuck" if verdict == "stuck" else "slower_than_local")
 
     def _end(self, outcome: Outcome) -> None:
         self._on_ended(outcome)
@@ -113,6 +117,8 @@ class RemoteCluster:
         """Whether no report is under way, nor needed."""
         self.station = Station(events, num_servers=num_instances)
         self.link = KvLink(events, link, streams=options.streams, changes=options.link)
+        self.link_there = KvLink(events, link, streams=options.streams, changes=options.link)
+        """The other direction, for prefixes: as wide, and it changes alike."""
         self.cache = PrefixLru(capacity_tokens=options.prfaas_cache_tokens)
         for at_s in {change.at_s for change in options.link}:
             events.at(at_s, self._wake, priority=1)
@@ -159,6 +165,7 @@ class RemoteCluster:
         """Assert that queue and link lost nothing."""
         self.station.check()
         self.link.check()
+        self.link_there.check()
 
     def _wake(self) -> None:
         if self.is_at_rest:

@@ -47,6 +47,11 @@ class Run:
     """Of the instances, while requests arrived; None without one."""
     hit_fraction: float
     """Of all prompt tokens, those that a prefix cache had."""
+    num_moved: int
+    """Prefixes that came to the cluster of a prefill ahead of it."""
+    num_moves_given_up: int
+    moved_bytes: float
+    """Of those that came, in both directions."""
     num_fallbacks: int
     num_lost: int
     num_conversions: int
@@ -106,6 +111,9 @@ def simulate(
         prfaas_busy_fraction=prfaas_busy,
         prefill_busy_fraction=prefill_busy,
         hit_fraction=tally.hit_tokens / tally.prompt_tokens,
+        num_moved=tally.num_moved,
+        num_moves_given_up=tally.num_moves_given_up,
+        moved_bytes=tally.moved_bytes,
         num_fallbacks=tally.num_fallbacks,
         num_lost=tally.num_lost,
         num_conversions=deployment.num_conversions,

@@ -8,11 +8,10 @@ from prfaas.config.plan_file import PlanFile
 from prfaas.config.traces import TraceRequest
 from prfaas.errors import ConfigError
 from prfaas.scheduler.planner import Plan
-from prfaas.scheduler.policies import PolicyName
+from prfaas.scheduler.policies import PolicyName, own_policy
 from prfaas.sim.arrivals import scaled
 from prfaas.sim.capacity import capacities, unit_requests
 from prfaas.sim.chrome_trace import Recorder
-from prfaas.sim.deployment import own_policy
 from prfaas.sim.run import Run, simulate
 
 NUM_SEEDS = 3
@@ -107,7 +106,7 @@ class Simulation:
     def _each(self, requests: Sequence[TraceRequest], rate_rps: float) -> dict[str, Simulated]:
         found = {}
         for name, plan in self._file.plans.items():
-            load = self._run(name, plan, requests, rate_rps, None, own_policy(plan))
+            load = self._run(name, plan, requests, rate_rps, None, own_policy(plan.kind))
             policies = tuple(self._compared(name, plan, requests, load))
             found[name] = Simulated(capacities_rps=(), loads=(load,), policies=policies)
         return found
@@ -119,7 +118,7 @@ class Simulation:
             found = capacities(
                 self._file.model,
                 plan,
-                policy=own_policy(plan),
+                policy=own_policy(plan.kind),
                 options=self._file.simulation,
                 num_requests=self._num_requests,
                 seeds=range(self._seed, self._seed + NUM_SEEDS),
@@ -133,7 +132,7 @@ class Simulation:
         for fraction in LOADS:
             rate_rps = fraction * capacity_rps
             requests = list(scaled(unit, rate_factor=rate_rps))
-            loads.append(self._run(name, plan, requests, rate_rps, fraction, own_policy(plan)))
+            loads.append(self._run(name, plan, requests, rate_rps, fraction, own_policy(plan.kind)))
         at = next(load for load in loads if load.fraction == POLICY_LOAD)
         requests = list(scaled(unit, rate_factor=at.rate_rps))
         return Simulated(

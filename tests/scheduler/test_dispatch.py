@@ -126,12 +126,12 @@ def test_a_prefix_that_moves_here_counts_until_it_is_here():
     movement = Movement(0, 5_000, 1e8)
     decision = Decision(remote=None, reason="moves_cache", predicted_ttft_s=1.0, movement=movement)
     router = Dispatcher(Fixed(decision), PROFILES, remotes=(cluster(),))
-    before = router.view(LOCAL, 0.0).remotes[0].link
-    router.decide(Prompt(num_tokens=9_000), local=LOCAL, now_s=0.0)
+    before, asked = router.view(LOCAL, 0.0).remotes[0].link, Prompt(num_tokens=9_000)
+    router.decide(asked, local=LOCAL, now_s=0.0)
     link = router.view(LOCAL, 0.0).remotes[0].link
     assert (link.backlog_bytes, router.num_inflight) == (1e8, 1)
     assert link.budget_bytes == before.budget_bytes - 1e8
-    router.moved(movement)
+    router.moved(asked, decision, now_s=1.0)
     assert router.view(LOCAL, 0.0).remotes[0].link.backlog_bytes == 0
     assert router.num_inflight == 0
 
@@ -140,8 +140,34 @@ def test_a_prefix_that_moves_there_leaves_less_to_compute_there():
     movement = Movement(None, 5_000, 1e8)
     decision = Decision(remote=0, reason="moves_cache", predicted_ttft_s=1.0, movement=movement)
     router = Dispatcher(Fixed(decision), PROFILES, remotes=(cluster(),))
-    router.decide(Prompt(num_tokens=9_000, local_hit_tokens=5_000), local=LOCAL, now_s=0.0)
+    asked = Prompt(num_tokens=9_000, local_hit_tokens=5_000)
+    router.decide(asked, local=LOCAL, now_s=0.0)
     assert router.view(LOCAL, 0.0).remotes[0].prefill.sent_work_s == FAST(4_000)
+
+
+def test_a_prefill_behind_a_prefix_is_not_there_before_the_prefix_is():
+    """A report taken while the prefix moves cannot have the prefill, whenever that was decided."""
+    movement = Movement(None, 5_000, 1e8)
+    decision = Decision(remote=0, reason="moves_cache", predicted_ttft_s=1.0, movement=movement)
+    router = Dispatcher(Fixed(decision), PROFILES, remotes=(cluster(),))
+    asked = Prompt(num_tokens=9_000, local_hit_tokens=5_000)
+    router.decide(asked, local=LOCAL, now_s=0.0)
+    router.saw(0, cluster(taken_s=3.0))
+    (seen,) = router.view(LOCAL, 3.0).remotes
+    assert (seen.prefill.num_sent, seen.prefill.sent_work_s) == (1, FAST(4_000))
+    assert seen.link.outgoing_backlog_bytes == 1e8
+    router.moved(asked, decision, now_s=4.0)
+    (seen,) = router.view(LOCAL, 4.0).remotes
+    assert (seen.prefill.num_sent, seen.link.outgoing_backlog_bytes) == (1, 0)
+    assert router.num_inflight == 1
+    router.saw(0, cluster(taken_s=5.0, num_busy=1))
+    assert router.view(LOCAL, 5.0).remotes[0].prefill.num_sent == 0
+
+
+def test_only_a_driver_that_can_move_cache_is_offered_to():
+    for moves_cache in (False, True):
+        router = Dispatcher(Local(profiles=PROFILES), PROFILES, moves_cache=moves_cache)
+        assert router.view(LOCAL, 0.0).moves_cache == moves_cache
 
 
 def test_a_held_prompt_counts_nowhere():

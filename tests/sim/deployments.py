@@ -6,11 +6,11 @@ from random import Random
 from prfaas.config.simulation_table import SimulationOptions
 from prfaas.config.traces import TraceRequest
 from prfaas.scheduler.planner import Kind, Plan, plan
-from prfaas.scheduler.policies import PolicyName
+from prfaas.scheduler.policies import PolicyName, own_policy
 from prfaas.scheduler.profile import Link
 from prfaas.scheduler.throughput import ThroughputModel
 from prfaas.sim.arrivals import poisson_arrivals
-from prfaas.sim.deployment import Deployment, own_policy
+from prfaas.sim.deployment import Deployment
 from tests.scheduler.planning import model
 
 MODEL = model(link=Link(bytes_per_s=12.5e9, rtt_s=0.02))
@@ -35,5 +35,9 @@ def deployed(
     **options,
 ) -> Deployment:
     return Deployment(
-        of, at, policy=policy or own_policy(at), options=SimulationOptions(**options), seed=seed
+        of,
+        at,
+        policy=policy or own_policy(at.kind),
+        options=SimulationOptions(**options),
+        seed=seed,
     )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from prfaas.config.simulation_table import SimulationOptions
 from prfaas.config.traces import TraceRequest
 from prfaas.scheduler.lengths import of_sample
+from prfaas.scheduler.policies import own_policy
 from prfaas.sim.capacity import (
     GROWTH,
     NEAR,
@@ -20,7 +21,6 @@ from prfaas.sim.capacity import (
     least_requests,
     unit_requests,
 )
-from prfaas.sim.deployment import own_policy
 from tests.scheduler.planning import model
 from tests.sim.deployments import MODEL, planned
 
@@ -90,7 +90,7 @@ def test_the_backlog_of_even_equal_prompts_grows_beyond_lambda_max_and_not_below
             at,
             requests,
             rate_rps=factor * at.rates.lambda_max_rps,
-            policy=own_policy(at),
+            policy=own_policy(at.kind),
             options=SimulationOptions(),
             seed=0,
         )
