@@ -104,6 +104,12 @@ class RequestRecord:
     bytes_received: int = 0
     exact: bool = True
     peer: str | None = None
+    node: str | None = None
+    """Who decodes it, if that is another node."""
+    node_reason: str | None = None
+    """Why that one."""
+    retries: int = 0
+    """Nodes that it was given to before."""
     predicted_ttft_s: float | None = None
     ttft_s: float | None = None
     completion_tokens: int = 0

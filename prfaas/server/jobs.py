@@ -1,5 +1,6 @@
 """Bodies made into jobs: parsed, checked, rendered, tokenised. Synchronous: runs off the loop."""
 
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,7 +56,6 @@ class JobMaker:
         self._model_name = model_name
         self._draw_seed = draw_seed
         self._wall = wall
-        self._system_fingerprint = system_fingerprint(node.identity)
         self._limits = ModelLimits(
             vocab_size=node.tokenizer.vocab_size, eos_ids=node.tokenizer.eos_ids
         )
@@ -126,7 +126,7 @@ class JobMaker:
                 answer_id=f"{prefix}-{arrival.request_id}",
                 created_s=int(self._wall()),
                 model=self._model_name,
-                system_fingerprint=self._system_fingerprint,
+                system_fingerprint=system_fingerprint(self._node.identity),
             ),
             requests=tuple(
                 Request(
@@ -167,6 +167,7 @@ def check_model(name: str, served_name: str) -> None:
         )
 
 
+@functools.lru_cache(maxsize=8)
 def system_fingerprint(identity: Identity) -> str:
     """Return a short name for weights and numerics: equal names, equal seeded answers."""
     text = f"{identity.model_fingerprint}\n{identity.numerics_fingerprint}"

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -97,25 +98,23 @@ class SignedHttp:
     @contextlib.asynccontextmanager
     async def lines(
         self, path: str, body: bytes, ours: Identity, *, silence_s: float, max_line_bytes: int
-    ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Send a request and give the texts of its answer's lines as they come.
+    ) -> AsyncIterator["AnswerLines"]:
+        """Send a request whose answer comes line by line.
 
         Leaving the block before the answer's end closes the connection, which ends the work at the
-        other end. Iterating raises TransferTimeout where nothing came for `silence_s`, TransferError
-        where the connection broke, UntrustedPeer for a line that is not proven.
+        other end. An answer that does not begin within `silence_s` is a TransferTimeout.
         """
         session = await self._session(ours)
         try:
-            answer = await self._ask(path, body, silence_s)
+            response, counter = await self._ask(path, body, silence_s)
         except SessionLost:
             await self._renew(session, ours)
-            answer = await self._ask(path, body, silence_s)
-        response, counter = answer
+            response, counter = await self._ask(path, body, silence_s)
         session = self.trust.session
         key = None if session is None else answer_key(session, counter)
         reader = LineReader(key, max_line_bytes=max_line_bytes)
         try:
-            yield self._read(response, reader, silence_s)
+            yield AnswerLines(response, reader, self.address, silence_s)
             await _drain(response)
         finally:
             response.close()
@@ -133,20 +132,6 @@ class SignedHttp:
                         raise refusal_of(response, await read_bounded(response), self.address)
         self._tls_hint = ""
         return response, counter
-
-    async def _read(
-        self, response: aiohttp.ClientResponse, reader: LineReader, silence_s: float
-    ) -> AsyncIterator[bytes]:
-        while True:
-            with as_transfer_errors(self.address):
-                async with asyncio.timeout(silence_s):
-                    data = await response.content.readany()
-            if not data:
-                break
-            for text in reader.received(data):
-                yield text
-        if not reader.is_between_lines:
-            raise TransferError(f"peer {self.address}: its answer ends within a line")
 
     async def _session(self, ours: Identity) -> Session | None:
         """Return the session of the next request, a new one if there is none; None without a key."""
@@ -192,6 +177,40 @@ class SignedHttp:
             if not is_same(proof, response.headers.get(PROOF_HEADER, "")):
                 raise UntrustedPeer(f"peer {self.address}: the reply is not signed by our session")
         return reply
+
+
+class AnswerLines:
+    """The lines of one answer, each proven if there is a cluster key."""
+
+    def __init__(
+        self,
+        response: aiohttp.ClientResponse,
+        reader: LineReader,
+        address: PeerAddress,
+        silence_s: float,
+    ) -> None:
+        self._response = response
+        self._reader = reader
+        self._address = address
+        self._silence_s = silence_s
+        self._texts: deque[bytes] = deque()
+
+    async def next(self) -> bytes | None:
+        """Return the text of the next line, None at the answer's end.
+
+        Raises TransferTimeout where nothing came for too long, TransferError where the connection
+        broke, UntrustedPeer for a line that is not proven.
+        """
+        while not self._texts:
+            with as_transfer_errors(self._address):
+                async with asyncio.timeout(self._silence_s):
+                    data = await self._response.content.readany()
+            if not data:
+                if not self._reader.is_between_lines:
+                    raise TransferError(f"peer {self._address}: its answer ends within a line")
+                return None
+            self._texts.extend(self._reader.received(data))
+        return self._texts.popleft()
 
 
 class Trust:
