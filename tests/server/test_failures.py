@@ -237,7 +237,7 @@ async def test_another_model_on_the_peer_is_refused_with_both_values_named_once(
 
 async def test_a_peer_that_changes_its_model_between_handshakes_is_refused_before_any_work():
     async with fleet() as nodes:
-        nodes.prefill.node._identity = replace(IDENTITY, model_fingerprint="another model")
+        nodes.prefill.node.service._identity = replace(IDENTITY, model_fingerprint="another model")
         answer = await nodes.ask(request(NUM_TOKENS))
         assert answer.record.reason.startswith("peer_incompatible: ")
         assert "'another model' here, 'scripted' there" in answer.record.reason

@@ -12,7 +12,7 @@ async def test_both_ends_of_a_link_are_seen_while_streams_are_open():
         await nodes.ask(request(150))
         assert nodes.pd.peer is not None
         nodes.pd.peer.links.sample()
-        nodes.prefill.node._links.sample()
+        nodes.prefill.node.service._links.sample()
         (ours,) = nodes.pd.load().links.values()
         (theirs,) = nodes.prefill.node.load().links.values()
         assert ours.num_streams >= 3

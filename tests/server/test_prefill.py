@@ -13,7 +13,7 @@ from prfaas.cache.spec import bytes_of_page, held_blocks, needed_blocks
 from prfaas.engine.submission import EngineLoad
 from prfaas.errors import BadRequest, IncompatiblePeer, Overloaded
 from prfaas.server.places import places_to_send
-from prfaas.server.prefill import MAX_CANCELLED
+from prfaas.server.prefill_service import MAX_CANCELLED
 from prfaas.server.prefill_job import tokens_ahead
 from prfaas.transport.address import PeerAddress
 from prfaas.transport.client import PeerClient
@@ -159,7 +159,7 @@ def test_what_is_held_and_what_is_sent_make_up_what_is_needed(num_tokens, have_b
 async def test_what_it_cannot_do_is_refused_before_any_work(changes, error, words):
     async with fleet() as nodes:
         with pytest.raises(error, match=words):
-            await nodes.prefill.node.open(asked(**changes))
+            await nodes.prefill.node.service.open(asked(**changes))
         assert nodes.prefill_cache.counts().lookups.num_queries == 0
 
 
@@ -168,15 +168,15 @@ async def test_a_transfer_is_due_when_its_asker_would_have_computed_it():
         started_s = asyncio.get_running_loop().time()
         for number, haste_s in enumerate((None, 100.0)):
             one = asked(number=number, deadline_s=haste_s)
-            await nodes.prefill.node.open(one)
-            transfer = nodes.prefill.node.transfer(one.transfer_id)
+            await nodes.prefill.node.service.open(one)
+            transfer = nodes.prefill.node.service.transfer(one.transfer_id)
             assert transfer is not None
             if haste_s is None:
                 assert transfer.deadline_s is None
             else:
                 assert transfer.deadline_s is not None
                 assert transfer.deadline_s >= started_s + haste_s
-            assert nodes.prefill.node.cancel(one.transfer_id)
+            assert nodes.prefill.node.service.cancel(one.transfer_id)
 
 
 async def test_a_second_transfer_of_one_id_is_refused_and_the_first_goes_on():
@@ -184,7 +184,7 @@ async def test_a_second_transfer_of_one_id_is_refused_and_the_first_goes_on():
         received = Received()
         async with client.pull(asked(), received) as pulling:
             with pytest.raises(BadRequest, match="exists"):
-                await nodes.prefill.node.open(asked())
+                await nodes.prefill.node.service.open(asked())
             while not pulling.is_finished:
                 await pulling.step()
         assert received.frames[-1][0] is FrameType.END
@@ -193,20 +193,20 @@ async def test_a_second_transfer_of_one_id_is_refused_and_the_first_goes_on():
 async def test_pages_for_all_of_it_are_reserved_before_it_begins():
     async with fleet(prefill_pages=2 * HYBRID.pages_needed(100)) as nodes:
         nodes.prefill_engine.gate.clear()
-        await nodes.prefill.node.open(asked(number=1))
+        await nodes.prefill.node.service.open(asked(number=1))
         assert nodes.prefill_cache.counts().num_transfer == HYBRID.pages_needed(100)
-        await nodes.prefill.node.open(asked(number=2))
+        await nodes.prefill.node.service.open(asked(number=2))
         with pytest.raises(Overloaded, match="no free pages"):
-            await nodes.prefill.node.open(asked(number=3))
+            await nodes.prefill.node.service.open(asked(number=3))
         assert nodes.prefill.node.load().num_transfers == 2
         for number in (1, 2):
-            assert nodes.prefill.node.cancel(f"{number:032d}")
+            assert nodes.prefill.node.service.cancel(f"{number:032d}")
         nodes.prefill_engine.gate.set()
 
 
 async def test_a_transfer_that_nobody_fetches_loses_its_lease_and_its_pages():
     async with fleet(lease_s=0.2) as nodes:
-        await nodes.prefill.node.open(asked())
+        await nodes.prefill.node.service.open(asked())
         await nodes.at_rest()
         assert nodes.prefill_metrics.outcomes == [("sent", "expired")]
 
@@ -228,12 +228,12 @@ async def test_pages_stay_until_the_receiver_says_that_they_are_verified():
 async def test_a_transfer_cancelled_while_its_prompt_is_looked_up_never_starts(monkeypatch):
     monkeypatch.setattr("prfaas.server.key_thread.INLINE_TOKENS", 1)
     async with fleet() as nodes, asyncio.TaskGroup() as tasks:
-        node = nodes.prefill.node
-        opening = tasks.create_task(_refused(node.open(asked())))
+        service = nodes.prefill.node.service
+        opening = tasks.create_task(_refused(service.open(asked())))
         await asyncio.sleep(0)
-        assert node.cancel(asked().transfer_id)
+        assert service.cancel(asked().transfer_id)
         assert "cancelled" in await opening
-        assert not node.cancel(asked().transfer_id)
+        assert not service.cancel(asked().transfer_id)
         assert nodes.prefill_engine.load().step_count == 0
 
 
@@ -248,10 +248,10 @@ async def test_a_cancel_that_overtakes_its_transfer_keeps_it_from_starting():
 async def test_cancels_of_unknown_transfers_are_remembered_within_bounds():
     async with fleet() as nodes, client_of(nodes) as client:
         for number in range(1, MAX_CANCELLED + 2):
-            assert not nodes.prefill.node.cancel(f"{number:032d}")
-        assert not nodes.prefill.node.cancel("x" * 100_000)
+            assert not nodes.prefill.node.service.cancel(f"{number:032d}")
+        assert not nodes.prefill.node.service.cancel("x" * 100_000)
         await client.open(asked(number=1))
-        assert nodes.prefill.node.cancel(asked(number=1).transfer_id)
+        assert nodes.prefill.node.service.cancel(asked(number=1).transfer_id)
         with pytest.raises(Overloaded, match="cancelled"):
             await client.open(asked(number=2))
 
@@ -307,7 +307,7 @@ async def test_a_draining_node_takes_nothing_new_and_finishes_what_it_has():
         received = Received()
         async with client.pull(asked(), received) as pulling:
             nodes.prefill.node.drain()
-            assert nodes.prefill.node.status().is_ready is False
+            assert nodes.prefill.node.service.status().is_ready is False
             with pytest.raises(Overloaded, match="draining"):
                 await client.open(asked(number=2))
             while not pulling.is_finished:
@@ -319,7 +319,7 @@ async def test_closing_the_node_ends_its_transfers():
     async with fleet() as nodes:
         nodes.prefill_engine.prefill_step_s = 0.02
         for number in range(3):
-            await nodes.prefill.node.open(asked(number=number))
+            await nodes.prefill.node.service.open(asked(number=number))
         await nodes.prefill.close()
         await nodes.prefill.close()
         assert nodes.prefill_metrics.outcomes == [("sent", "stopped")] * 3
@@ -329,10 +329,10 @@ async def test_closing_the_node_ends_its_transfers():
 async def test_the_load_adds_up_to_all_pages():
     async with fleet(prefill_pages=500) as nodes:
         nodes.prefill_engine.gate.clear()
-        await nodes.prefill.node.open(asked())
+        await nodes.prefill.node.service.open(asked())
         load = nodes.prefill.node.load()
         assert sum(load.pages.values()) == 500
         assert load.pages["transfer"] == HYBRID.pages_needed(100)
         assert load.num_transfers == 1
-        nodes.prefill.node.cancel(asked().transfer_id)
+        nodes.prefill.node.service.cancel(asked().transfer_id)
         nodes.prefill_engine.gate.set()

@@ -79,7 +79,7 @@ async def test_a_peer_with_other_weights_is_refused(models):
 async def test_a_peer_that_lies_about_its_model_is_found_out_by_its_bits(models):
     async with real_nodes(models("llama"), models("llama", 1)) as nodes:
         pd = nodes.pd
-        nodes.prefill._identity = pd.identity
+        nodes.prefill.service._identity = pd.identity
         assert pd.peer is not None
         pd.peer.doubt()
         await until(lambda: pd.peer is not None and pd.peer.state == "up")
@@ -96,8 +96,8 @@ async def test_rows_that_did_not_go_remote_are_failures_however_equal(models):
         pd = nodes.pd
         assert pd.peer is not None
         await pd.peer.settled()
-        prefill = nodes.prefill
-        prefill._options = replace(prefill._options, max_transfers=0)
+        service = nodes.prefill.service
+        service._options = replace(service._options, max_transfers=0)
         report = await verify_node(pd, clock=monotonic_s)
         assert all(case.tokens_equal for case in report.cases)
         assert not report.tokens_equal
