@@ -1,5 +1,7 @@
 """Every line of an answer is proven, in its place; any cut of the bytes gives the same lines."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def test_lines_come_as_they_were_said_however_the_bytes_are_cut(texts, has_key, 
     data = b"".join(signer.seal(text) for text in texts)
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     got = []
-    for start, stop in zip(places, places[1:], strict=False):
+    for start, stop in itertools.pairwise(places):
         got += reader.received(data[start:stop])
     assert got == texts
     assert reader.is_between_lines
