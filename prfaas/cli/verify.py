@@ -1,6 +1,7 @@
-"""`prfaas verify`: does a prefill by the peer give this node's own bits?"""
+"""`prfaas verify`: does a prefill by the peer, or a whole server, give what this node gives?"""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from prfaas.errors import ConfigError
 
 if TYPE_CHECKING:
     from prfaas.server.verify import VerifyCase, VerifyReport
+    from prfaas.server.verify_through import ThroughCase, ThroughReport
 
 
 @click.command(short_help="Compare a peer's prefill with our own, bit by bit.")
@@ -24,43 +26,75 @@ if TYPE_CHECKING:
     metavar="N",
     help="Try a prompt of N tokens, too; may be given again.",
 )
+@click.option(
+    "--through",
+    metavar="URL",
+    help="Instead of a peer, compare a whole server: a scheduler, or a pd node.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify(
-    config_path: Path | None, *, prompt_tokens: tuple[int, ...], as_json: bool, **flags: object
+    config_path: Path | None,
+    *,
+    prompt_tokens: tuple[int, ...],
+    through: str | None,
+    as_json: bool,
+    **flags: object,
 ) -> None:
     """Load the model here, and compare answers prefilled here with answers prefilled by --peer.
 
     Prompts of many lengths, greedy and seeded: without any cache, then with the caches of both
     sides. The status is 0 if all tokens and the first logits agree in every bit; with a lossy
     --kv-codec, whose differences are told, if the peer's own first logits do.
+
+    With --through the answers of a running server are compared instead, as its clients get them: text, tokens and
+    log-probabilities. PRFAAS_API_KEY is sent if it is set.
     """
     config = config_from(config_path, flags | {"role": "pd"}, listens=False)
-    if config.transport.peer is None:
-        raise ConfigError("verify needs --peer host:port, the prefill node to compare with")
+    if (config.transport.peer is None) == (through is None):
+        raise ConfigError(
+            "verify needs either --peer host:port, the prefill node to compare with, or --through URL"
+        )
+    if through is not None and not through.startswith(("http://", "https://")):
+        raise ConfigError(f"--through {through!r} is no http:// or https:// address")
     limit_threads(config.engine.threads)
     import asyncio  # slow to import, as is torch behind the next
 
     import uvloop
 
     from prfaas.log import configure_logging
-    from prfaas.server.verify import run_verify
+    from prfaas.server.verify import VerifyCase, VerifyReport, run_verify
+    from prfaas.server.verify_through import run_verify_through
 
     configure_logging(level="warning", log_format=config.log.format)
 
-    def show(case: "VerifyCase", done: int, total: int) -> None:
-        click.echo(f"{done:>3}/{total} {describe(case)}", err=as_json)
+    def show(case: "VerifyCase | ThroughCase", done: int, total: int) -> None:
+        line = describe(case) if isinstance(case, VerifyCase) else describe_through(case)
+        click.echo(f"{done:>3}/{total} {line}", err=as_json)
 
     with (
         shown_progress(is_quiet=as_json) as progress,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        report = runner.run(
-            run_verify(config, progress=progress, on_case=show, more_lengths=prompt_tokens)
-        )
+        report: VerifyReport | ThroughReport
+        if through is None:
+            report = runner.run(
+                run_verify(config, progress=progress, on_case=show, more_lengths=prompt_tokens)
+            )
+        else:
+            report = runner.run(
+                run_verify_through(
+                    config,
+                    through,
+                    api_key=os.environ.get("PRFAAS_API_KEY"),
+                    progress=progress,
+                    on_case=show,
+                    more_lengths=prompt_tokens,
+                )
+            )
     if as_json:
         click.echo(json.dumps(report.to_json()))
     else:
-        click.echo(verdict(report))
+        click.echo(verdict(report) if isinstance(report, VerifyReport) else verdict_through(report))
     if not report.has_passed:
         raise click.exceptions.Exit(1)
 
@@ -98,4 +132,24 @@ def describe(case: "VerifyCase") -> str:
         f"{case.prompt_tokens:>6} tokens {case.sampling:<6} {case.row:<13}"
         f" {case.tokens_reused:>6} reused {case.tokens_remote:>6} remote"
         f" {case.bytes_received / 1e6:>6.1f} MB  {verdict}"
+    )
+
+
+def verdict_through(report: "ThroughReport") -> str:
+    """Return the line about all cases of a server."""
+    num_equal = sum(case.is_equal for case in report.cases)
+    nodes = sorted({case.node for case in report.cases if case.node is not None})
+    num_remote = sum(case.route == "remote" for case in report.cases)
+    by = f"by {len(nodes)} nodes" if nodes else "by one node"
+    equal = "equal to local ones" if report.has_passed else "NOT equal to local ones"
+    return f"{num_equal} of {len(report.cases)} answers, {by}, {num_remote} prefilled remotely: {equal}"
+
+
+def describe_through(case: "ThroughCase") -> str:
+    """Return one line about a case of a server."""
+    verdict = "equal" if case.is_equal else f"DIFFERS at {case.difference}"
+    return (
+        f"{case.prompt_tokens:>6} tokens {case.sampling:<6} {case.row:<6} {case.route:<6}"
+        f" {case.tokens_reused:>6} reused {case.tokens_remote:>6} remote"
+        f" {case.bytes_received / 1e6:>6.1f} MB  {case.node or ''}  {verdict}"
     )

@@ -142,7 +142,7 @@ class _Answer:
     record: RequestRecord
 
 
-class _NoMetrics:
+class NoMetrics:
     """Verification counts nothing."""
 
     def transfer_bytes(self, direction: Direction, num_bytes: int) -> None:
@@ -164,7 +164,7 @@ async def run_verify(
     Raises ConfigError for a model that cannot be loaded or does not take a prompt of
     `more_lengths`, TransferError for a peer that is not there, not ready or not compatible.
     """
-    node = await asyncio.to_thread(load_pd_node, config, _NoMetrics(), progress)
+    node = await asyncio.to_thread(load_pd_node, config, NoMetrics(), progress)
     result: VerifyReport | PrfaasError
     async with asyncio.TaskGroup() as tasks:
         await node.start(tasks)
@@ -199,21 +199,30 @@ async def verify_node(
     await peer.settled()
     if peer.state != "up":
         raise TransferError(f"peer {peer.name} is {peer.state}: {peer.detail}")
-    lengths = prompt_lengths(node.layout, node.max_context_tokens)
-    limit = node.max_context_tokens - NUM_TOKENS
-    for length in more_lengths:
-        if not 0 < length <= limit:
-            raise ConfigError(
-                f"a prompt of {length} tokens and an answer of {NUM_TOKENS} do not fit the context "
-                f"of {node.max_context_tokens}"
-            )
-    lengths = sorted({*lengths, *more_lengths})
+    lengths = lengths_to_try(node.layout, node.max_context_tokens, more_lengths)
     tokens = verify_tokens(node.tokenizer.encode, max(lengths))
     rows = LOSSY_ROWS if may_lose(node.kv_codec) else ROWS
     run = _Run(node, clock, on_case, rows, num_cases=len(lengths) * len(SAMPLING) * len(rows))
     for length in lengths:
         await run.compare(tokens[:length])
     return VerifyReport(peer=peer.name, codec=node.kv_codec, cases=tuple(run.cases))
+
+
+def lengths_to_try(
+    layout: CacheLayout, max_context_tokens: int, more_lengths: Sequence[int]
+) -> list[int]:
+    """Return the usual lengths and `more_lengths`, in order.
+
+    Raises ConfigError for one that the context does not take.
+    """
+    limit = max_context_tokens - NUM_TOKENS
+    for length in more_lengths:
+        if not 0 < length <= limit:
+            raise ConfigError(
+                f"a prompt of {length} tokens and an answer of {NUM_TOKENS} do not fit the context "
+                f"of {max_context_tokens}"
+            )
+    return sorted({*prompt_lengths(layout, max_context_tokens), *more_lengths})
 
 
 def prompt_lengths(layout: CacheLayout, max_context_tokens: int) -> list[int]:
