@@ -1,0 +1,222 @@
+"""Where a prompt is prefilled, once it is known who decodes it.
+
+First who would do it in the decoder's cluster, the decoder itself or a PD-P. Against that the PrfaaS
+nodes, by the same `route` that a node without a scheduler asks.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from prfaas.scheduler.links import Links
+from prfaas.scheduler.placing import (
+    MIN_FETCH_GAIN_S,
+    Assumed,
+    Elsewhere,
+    PlacementReason,
+    Source,
+    Wanted,
+    local_s,
+)
+from prfaas.scheduler.router import Route, Router, RouteRequest
+from prfaas.scheduler.standing import Standing
+from prfaas.scheduler.view import LocalView, PeerView
+
+MAX_TOKENS_AT_DECODER = 128
+"""So few lacking tokens a node that only decodes computes itself: a transfer takes longer."""
+FETCH_LINK_RATIO = 2.0
+"""A link that is so many times slower than those in the cluster is worth a prefix fetched before."""
+NEAR_GAIN_S = 0.02
+"""By so much sooner another node of the cluster has to prefill what its own node could."""
+PRICE = 2.0
+"""Of a byte between clusters, in times of its transfer, where the egress budget is spent."""
+
+Side = Literal["here", "near", "wide"]
+
+
+class Directed(NamedTuple):
+    """Where a prompt is prefilled, for its decoder."""
+
+    side: Side
+    reason: PlacementReason
+    request: RouteRequest
+    prefill_at: str | None = None
+    """None is the decoder."""
+    source: Source | None = None
+    """The prefix that it fetches first."""
+    predicted_ttft_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What there is besides its decoder for one prompt."""
+
+    near: list[PeerView]
+    """PD-Ps of the cluster, and PrfaaS nodes, that the fleet would use now; their breakers have a say, too."""
+    wide: list[PeerView]
+    rest: Elsewhere
+    foreign: Source | None
+    """The longest prefix that a node of another cluster has, if a link to it is known."""
+
+
+class Director:
+    """Directs prompts by two routers: PrfaaS nodes, over links that are short of bytes, and PD-Ps of the cluster."""
+
+    def __init__(self, *, near: Router, wide: Router, links: Links) -> None:
+        self._near = near
+        self._wide = wide
+        self._links = links
+
+    def direct(
+        self,
+        wanted: Wanted,
+        node: Standing,
+        offer: Offer,
+        guess: Assumed,
+        now_s: float,
+    ) -> Directed:
+        """Return where the prompt is prefilled that a node decodes; books nothing.
+
+        First who would do it in the cluster, the node itself or a PD-P. Against that, by `route`, the
+        PrfaaS nodes.
+        """
+        inside = self._inside(wanted, node, offer, guess, now_s)
+        if wanted.force == "local":
+            return inside._replace(reason="forced")
+        usable = node.heartbeat.peers_usable.get
+        wide = [peer for peer in offer.wide if usable(peer.peer, True)]
+        route = self._wide.decide(
+            _request(wanted, inside.request.hit_tokens, wide),
+            local=_as_local(inside, node, guess),
+            now_s=now_s,
+            force=wanted.force,
+            among=wide,
+        )
+        if route.peer is not None:
+            return self._outside(wanted, node, inside, route, wide)
+        reason: PlacementReason = route.reason
+        if reason == "no_peer" and self._wide.peers:
+            reason = "peer_down"
+        if inside.side == "here" and inside.reason != "at_decoder":
+            inside = inside._replace(reason=reason)
+        return self._with_foreign(wanted, node, inside, offer.foreign, now_s)
+
+    def _inside(
+        self,
+        wanted: Wanted,
+        node: Standing,
+        offer: Offer,
+        guess: Assumed,
+        now_s: float,
+    ) -> Directed:
+        """Return who of the cluster prefills."""
+        near, rest = offer.near, offer.rest
+        token_s = node.token_s if node.token_s is not None else guess.token_s
+        here_s, fetches = local_s(wanted, node, token_s, rest)
+        source = rest.source if fetches else None
+        hit_tokens = wanted.hit_of(node.name) if source is None else source.num_tokens
+        request = _request(wanted, hit_tokens, near)
+        here = Directed(
+            "here",
+            "at_decoder" if node.only_decodes else "short",
+            request,
+            source=source,
+            predicted_ttft_s=None if node.token_s is None else here_s,
+        )
+        if wanted.force == "local" or not near:
+            return here._replace(reason="no_peer") if node.only_decodes else here
+        if node.only_decodes and request.uncached_tokens <= MAX_TOKENS_AT_DECODER:
+            return here
+        own_request = _request(wanted, wanted.hit_of(node.name), near)
+        route = self._near.decide(
+            own_request, local=LocalView(), now_s=now_s, force="remote", among=near
+        )
+        there = Directed(
+            "near",
+            "pd_prefill" if node.only_decodes else "pd_prefill_earlier",
+            own_request,
+            prefill_at=route.peer,
+            predicted_ttft_s=route.predicted_ttft_s,
+        )
+        if route.peer is None:
+            return here._replace(reason=route.reason) if node.only_decodes else here
+        if node.only_decodes:
+            return there
+        here_known_s, there_s = here.predicted_ttft_s, there.predicted_ttft_s
+        if here_known_s is None or there_s is None or there_s > here_known_s - NEAR_GAIN_S:
+            return here
+        return there
+
+    def _outside(
+        self, wanted: Wanted, node: Standing, inside: Directed, route: Route, wide: list[PeerView]
+    ) -> Directed:
+        """Return the prefill at a PrfaaS node; a prefix of the cluster comes first if its link is slow."""
+        assert route.peer is not None
+        source = inside.source
+        if source is not None:
+            byte_s = next(peer.byte_s for peer in wide if peer.peer == route.peer)
+            if byte_s <= FETCH_LINK_RATIO * self._links.near_byte_s(source.node):
+                source = None
+        hit_tokens = wanted.hit_of(node.name) if source is None else source.num_tokens
+        return Directed(
+            "wide",
+            route.reason,
+            _request(wanted, hit_tokens, wide),
+            prefill_at=route.peer,
+            source=source,
+            predicted_ttft_s=route.predicted_ttft_s,
+        )
+
+    def _with_foreign(
+        self,
+        wanted: Wanted,
+        node: Standing,
+        here: Directed,
+        foreign: Source | None,
+        now_s: float,
+    ) -> Directed:
+        """Return a prefill at the decoder, with another cluster's prefix if its bytes are worth it.
+
+        Where they are scarce they cost a multiple of their time (PrfaaS §3.4.3, bandwidth plentiful).
+        """
+        hit_tokens = here.request.hit_tokens
+        if here.side != "here" or foreign is None or foreign.num_tokens <= hit_tokens:
+            return here
+        byte_s = self._links.byte_s(foreign.node)
+        if byte_s is None or node.token_s is None or here.predicted_ttft_s is None:
+            return here
+        num_bytes = wanted.kv_bytes(foreign.num_tokens, wanted.hit_of(node.name))
+        sent_s = num_bytes * byte_s + (self._links.rtt_s(foreign.node) or 0.0)
+        queue_s = node.load.queue_tokens * node.token_s
+        rest_s = (wanted.num_tokens - foreign.num_tokens) * node.token_s
+        ttft_s = max(queue_s, sent_s) + rest_s
+        price_s = PRICE * self._scarcity(foreign.node, now_s) * num_bytes * byte_s
+        if ttft_s + price_s + MIN_FETCH_GAIN_S >= here.predicted_ttft_s:
+            return here
+        request = _request(wanted, foreign.num_tokens, [])
+        return here._replace(source=foreign, request=request, predicted_ttft_s=ttft_s)
+
+    def _scarcity(self, name: str, now_s: float) -> float:
+        """Return how much of a node's egress budget is spent, 1 is all; of one without a budget, all."""
+        if name not in self._wide.peers:
+            return 1.0
+        return self._wide.scarcity(name, now_s)
+
+
+def _request(wanted: Wanted, hit_tokens: int, peers: list[PeerView]) -> RouteRequest:
+    hits = wanted.hits
+    return RouteRequest(
+        num_tokens=wanted.num_tokens,
+        hit_tokens=hit_tokens,
+        num_kv_bytes=wanted.kv_bytes(wanted.num_tokens, hit_tokens),
+        peer_hit_tokens={p.peer: wanted.hit_of(p.peer) for p in peers if p.peer in hits},
+    )
+
+
+def _as_local(inside: Directed, node: Standing, guess: Assumed) -> LocalView:
+    """Return the view of an engine that would take as long as the cluster does."""
+    predicted_s = inside.predicted_ttft_s
+    if predicted_s is None:
+        return LocalView(num_waiting_tokens=node.load.queue_tokens)
+    token_s = node.token_s if node.token_s is not None else guess.token_s
+    waiting = predicted_s / token_s - inside.request.uncached_tokens
+    return LocalView(num_waiting_tokens=max(0, round(waiting)), prefill_tokens_per_s=1 / token_s)

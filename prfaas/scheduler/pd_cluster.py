@@ -1,0 +1,214 @@
+"""One local PD cluster: where a prompt that one of its nodes decodes is prefilled.
+
+Two routers, each with the states of its peers and what is in flight there: `wide` knows the PrfaaS nodes,
+over a link that is short of bytes, and decides by policy and threshold; `near` knows the cluster's own
+PD-Ps, which take what stays in the cluster.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+from prfaas.scheduler.conversion import Converter
+from prfaas.scheduler.directing import Directed, Director, Offer, Side
+from prfaas.scheduler.links import Links
+from prfaas.scheduler.options import SchedulerOptions
+from prfaas.scheduler.placing import Assumed, Elsewhere, Source, Wanted, prefill_refusal
+from prfaas.scheduler.rebalancer import RebalanceOptions
+from prfaas.scheduler.router import Outcome, Router
+from prfaas.scheduler.standing import Standing
+from prfaas.scheduler.view import LocalView, PeerView
+
+
+class PdCluster:
+    """The routers of one cluster, its links and its long time scale."""
+
+    def __init__(self, name: str, options: SchedulerOptions, rebalance: RebalanceOptions) -> None:
+        self.name = name
+        self.options = options
+        self.links = Links()
+        self.wide = Router(peers=(), options=options)
+        self.near = Router(peers=(), options=options)
+        self.director = Director(near=self.near, wide=self.wide, links=self.links)
+        self.converter = Converter(rebalance)
+        self._seen: dict[str, tuple[PeerView, int, PeerView]] = {}
+        """Prefill node -> (the router's view, tokens queued at it, the view with them)."""
+
+    def heard(self, node: Standing, now_s: float) -> None:
+        """Take what one of the cluster's nodes says of itself and of its links."""
+        heartbeat = node.heartbeat
+        for name in self.links.heard(heartbeat):
+            self._measure(name)
+        if heartbeat.mode == "prefill":
+            self._heard_peer(self.near, node, now_s)
+
+    def heard_prfaas(self, node: Standing, now_s: float) -> None:
+        """Take what a PrfaaS node says of itself."""
+        self._heard_peer(self.wide, node, now_s)
+
+    def forget(self, name: str) -> None:
+        """Drop a node that has left the fleet."""
+        for router in (self.near, self.wide):
+            if name in router.peers:
+                router.remove_peer(name)
+        self.links.forget(name)
+        self._seen.pop(name, None)
+
+    def offer(
+        self, wanted: Wanted, nodes: Sequence[Standing], guess: Assumed, now_s: float
+    ) -> Offer:
+        """Return what the nodes of the fleet offer to a prompt that one of the cluster's nodes decodes."""
+        near, wide = [], []
+        for node in nodes:
+            if node.can_prefill and prefill_refusal(wanted, node, now_s) is None:
+                if node.heartbeat.role == "prefill":
+                    wide.append(node)
+                elif node.heartbeat.cluster == self.name:
+                    near.append(node)
+        source, foreign = self._sources(wanted, nodes, now_s) if wanted.hits else (None, None)
+        near_views = [self._view(self.near, node) for node in _best_heard(near, now_s)]
+        wide_views = [self._view(self.wide, node) for node in _best_heard(wide, now_s)]
+        rest = self._elsewhere(wanted, near_views, wide_views, source, guess, now_s)
+        return Offer(near=near_views, wide=wide_views, rest=rest, foreign=foreign)
+
+    def book(self, request_id: str, directed: Directed, now_s: float) -> None:
+        """Count a directed prefill as in flight at its node, until `prefilled`."""
+        router = self._router(directed.side)
+        assert directed.prefill_at is not None
+        route = router.route(
+            request_id,
+            directed.request,
+            local=LocalView(),
+            now_s=now_s,
+            force="remote",
+            among=(router.peer(directed.prefill_at),),
+        )
+        assert route.peer == directed.prefill_at, f"{route} instead of {directed.prefill_at}"
+
+    def prefilled(self, request_id: str, side: Side, outcome: Outcome, now_s: float) -> None:
+        """Take a prefill out of flight, and learn from how it went."""
+        self._router(side).ended(request_id, outcome, now_s=now_s)
+
+    def follow_threshold(self) -> None:
+        """Route by t as last solved for, if it was left to the fleet."""
+        threshold = self.converter.threshold_tokens
+        if threshold is not None and self.options.threshold_tokens is None:
+            self.wide.set_threshold(round(threshold))
+
+    def check(self) -> None:
+        """Check both routers."""
+        self.near.check()
+        self.wide.check()
+
+    def _router(self, side: Side) -> Router:
+        assert side != "here", "nothing is in flight"
+        return self.near if side == "near" else self.wide
+
+    def _heard_peer(self, router: Router, node: Standing, now_s: float) -> None:
+        heartbeat = node.heartbeat
+        if node.name not in router.peers:
+            router.add_peer(node.name)
+            self._measure(node.name)
+        router.heard(
+            node.name,
+            now_s=now_s,
+            is_ready=heartbeat.is_ready and not heartbeat.is_draining,
+            num_queue_tokens=heartbeat.num_waiting_tokens,
+            prefill_tokens_per_s=heartbeat.prefill_tokens_per_s,
+        )
+
+    def _measure(self, name: str) -> None:
+        """Tell the routers what is known of the way from a node."""
+        byte_s = self.links.byte_s(name)
+        for router in (self.near, self.wide):
+            if name in router.peers:
+                router.measured(
+                    name,
+                    rtt_s=self.links.rtt_s(name),
+                    bytes_per_s=None if byte_s is None else 1 / byte_s,
+                )
+
+    def _view(self, router: Router, node: Standing) -> PeerView:
+        """Return the router's view of a node, with what other clusters have in flight there."""
+        view, queue_tokens = router.peer(node.name), node.load.queue_tokens
+        seen = self._seen.get(node.name)
+        if seen is None or seen[0] is not view or seen[1] != queue_tokens:
+            full = view
+            if queue_tokens > view.num_queue_tokens:
+                full = replace(view, num_queue_tokens=queue_tokens)
+            seen = self._seen[node.name] = view, queue_tokens, full
+        return seen[2]
+
+    def _sources(
+        self, wanted: Wanted, nodes: Sequence[Standing], now_s: float
+    ) -> tuple[Source | None, Source | None]:
+        """Return the longest prefixes inside and outside the cluster; ties by name."""
+        inside: Source | None = None
+        outside: Source | None = None
+        for node in nodes:
+            hit_tokens = wanted.hit_of(node.name)
+            if not hit_tokens or prefill_refusal(wanted, node, now_s) is not None:
+                continue
+            found = Source(node.name, hit_tokens)
+            if node.heartbeat.role == "pd" and node.heartbeat.cluster == self.name:
+                inside = _longer(inside, found)
+            elif self.links.byte_s(node.name) is not None:
+                outside = _longer(outside, found)
+        return inside, outside
+
+    def _elsewhere(
+        self,
+        wanted: Wanted,
+        near: list[PeerView],
+        wide: list[PeerView],
+        source: Source | None,
+        guess: Assumed,
+        now_s: float,
+    ) -> Elsewhere:
+        near = [peer for peer in near if peer.refusal(now_s) is None]
+        wide = [peer for peer in wide if peer.refusal(now_s) is None]
+        if wanted.force == "local":
+            near, wide = [], []
+        threshold = None if wanted.force == "remote" else self._fixed_threshold()
+
+        def prefill_s(hit_tokens: int) -> float:
+            peers = near
+            if threshold is None or wanted.num_tokens - hit_tokens > threshold:
+                peers = [*near, *wide]
+            if not peers:
+                return inf
+            num_bytes = wanted.kv_bytes(wanted.num_tokens, hit_tokens)
+            return min(_ttft_s(peer, wanted, num_bytes, guess.token_s) for peer in peers)
+
+        near_byte_s = self.links.near_byte_s(None if source is None else source.node)
+        return Elsewhere(wanted, source=source, near_byte_s=near_byte_s, prefill_s=prefill_s)
+
+    def _fixed_threshold(self) -> float | None:
+        """Return the uncached tokens up to which nothing goes to a PrfaaS node, where the policy has them."""
+        match self.options.policy_in_force:
+            case "local":
+                return inf
+            case "always-remote":
+                return 0.0
+            case "static":
+                return self.wide.threshold_tokens
+            case "threshold" | "predictive":
+                return None
+
+
+def _best_heard(nodes: list[Standing], now_s: float) -> list[Standing]:
+    """Return those that are as good as any, or all if none is."""
+    return [node for node in nodes if not node.is_second_choice(now_s)] or nodes
+
+
+def _longer(old: Source | None, new: Source) -> Source:
+    if old is None or (new.num_tokens, old.node) > (old.num_tokens, new.node):
+        return new
+    return old
+
+
+def _ttft_s(peer: PeerView, wanted: Wanted, num_bytes: int, guess_s: float) -> float:
+    token_s = peer.token_s if peer.token_s is not None else guess_s
+    queue_tokens = max(peer.num_queue_tokens, peer.num_inflight_tokens)
+    num_tokens = wanted.num_tokens - wanted.hit_of(peer.peer)
+    return queue_tokens * token_s + max(num_tokens * token_s, num_bytes * peer.byte_s) + peer.trip_s

@@ -1,0 +1,279 @@
+"""One node as the fleet sees it: what it said last, what was sent to it since, whether it may be used."""
+
+from dataclasses import dataclass
+from math import inf, isfinite, isnan
+from typing import Literal
+
+from prfaas.scheduler.heartbeat import Heartbeat, Mode
+from prfaas.scheduler.view import known_rate
+
+NodeState = Literal["ready", "late", "suspected", "refusing", "not_ready", "draining", "dead"]
+"""late: its heartbeat is overdue. suspected: a call to it failed, and it was not heard since. refusing: it asked
+for a pause. not_ready: by its own word."""
+Refusal = Literal["suspected", "refusing", "not_ready", "draining", "dead"]
+"""The states in which nothing is sent to a node."""
+
+TRANSIT_S = 0.2
+"""What was sent longer ago than this when a heartbeat comes is in its counts."""
+FIRST_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 30.0
+MAX_REFUSAL_S = 30.0
+MAX_COUNT = 10**12
+"""Of anything in a heartbeat."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetLimits:
+    """After how long without a heartbeat a node counts as what."""
+
+    late_after_s: float = 2.5
+    """It is used only where no other was heard."""
+    dead_after_s: float = 5.0
+    forget_after_s: float = 60.0
+    """Nothing remembers it, once none of its requests is in flight."""
+    max_nodes: int = 1024
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for limits out of order."""
+        if not 0 < self.late_after_s <= self.dead_after_s <= self.forget_after_s < inf:
+            raise ValueError(f"{self}: late, dead and forgotten come in this order")
+        if self.max_nodes < 1:
+            raise ValueError(f"{self}: no node")
+
+
+class Load:
+    """The work at a node: what it reported, what was sent since, and what of both has ended.
+
+    A report has what was sent TRANSIT_S before it and earlier; what came later is on the way and is
+    added. So work counts from the decision on, once.
+    """
+
+    def __init__(self) -> None:
+        self._reported_active = 0
+        self._reported_tokens = 0
+        self._on_the_way: dict[str, tuple[float, int]] = {}
+        """Request -> (when it was sent, tokens to prefill)."""
+        self._there: dict[str, int] = {}
+        self.num_active = 0
+        """Requests, ours and others'."""
+        self.queue_tokens = 0
+        """Prompt tokens to prefill."""
+
+    @property
+    def inflight(self) -> set[str]:
+        """Return our requests that are there, or on the way."""
+        return {*self._on_the_way, *self._there}
+
+    @property
+    def num_inflight(self) -> int:
+        """Return how many of our requests are there, or on the way."""
+        return len(self._on_the_way) + len(self._there)
+
+    def reported(self, num_active: int, queue_tokens: int, now_s: float) -> None:
+        """Take the node's own counts for all that has arrived."""
+        arrived = [
+            request_id
+            for request_id, (sent_s, _) in self._on_the_way.items()
+            if sent_s <= now_s - TRANSIT_S
+        ]
+        for request_id in arrived:
+            self._there[request_id] = self._on_the_way.pop(request_id)[1]
+        self._reported_active, self._reported_tokens = num_active, queue_tokens
+        self._add_up()
+
+    def sent(self, request_id: str, num_tokens: int, now_s: float) -> None:
+        """Count a request with so many tokens to prefill there."""
+        assert request_id not in self._on_the_way, f"{request_id} is on the way"
+        assert request_id not in self._there, f"{request_id} is there"
+        self._on_the_way[request_id] = (now_s, num_tokens)
+        self._add_up()
+
+    def computed(self, request_id: str) -> None:
+        """Take note that the request's prefill is done."""
+        if request_id in self._on_the_way:
+            self._on_the_way[request_id] = (self._on_the_way[request_id][0], 0)
+        else:
+            self._reported_tokens = max(0, self._reported_tokens - self._there[request_id])
+            self._there[request_id] = 0
+        self._add_up()
+
+    def ended(self, request_id: str) -> None:
+        """Take a request out of the counts."""
+        if request_id in self._on_the_way:
+            del self._on_the_way[request_id]
+        else:
+            tokens = self._there.pop(request_id)
+            self._reported_tokens = max(0, self._reported_tokens - tokens)
+            self._reported_active = max(0, self._reported_active - 1)
+        self._add_up()
+
+    def check(self) -> None:
+        """Re-derive the sums."""
+        assert not self._on_the_way.keys() & self._there.keys()
+        assert min(self._reported_active, self._reported_tokens) >= 0
+        num_active, queue_tokens = self.num_active, self.queue_tokens
+        self._add_up()
+        assert (num_active, queue_tokens) == (self.num_active, self.queue_tokens)
+        assert self.num_active >= self.num_inflight
+
+    def _add_up(self) -> None:
+        num_late = len(self._on_the_way)
+        # A report may lack a request of ours that just ended there; it is ours until we know.
+        self.num_active = max(self._reported_active, len(self._there)) + num_late
+        late_tokens = sum(tokens for _, tokens in self._on_the_way.values())
+        self.queue_tokens = self._reported_tokens + late_tokens
+
+
+class Standing:
+    """One node's state; its owner feeds it heartbeats and what became of requests."""
+
+    def __init__(
+        self, heartbeat: Heartbeat, numerics: str, limits: FleetLimits, now_s: float
+    ) -> None:
+        self.name = heartbeat.node
+        self.load = Load()
+        self.last_chosen = 0
+        """The number of the last placement that chose it; 0 is none."""
+        self.wanted_mode: Mode | None = None
+        """Set while the fleet wants another mode than the node has."""
+        self._limits = limits
+        self._num_failures = 0
+        self._failed_s = -inf
+        self._is_suspected = False
+        self._retry_at_s = -inf
+        self._refuses_until_s = -inf
+        self._take(heartbeat, numerics, now_s)
+
+    def heard(self, heartbeat: Heartbeat, numerics: str, now_s: float) -> bool:
+        """Take a heartbeat; return False for one of a life that is over.
+
+        It ends a suspicion, unless failures in a row have earned a longer pause. A new life has
+        failed at nothing yet, and has the mode it was started with.
+        """
+        if heartbeat.epoch < self.heartbeat.epoch:
+            return False
+        if heartbeat.epoch > self.heartbeat.epoch:
+            self._num_failures, self._is_suspected = 0, False
+            self._retry_at_s = self._refuses_until_s = -inf
+            self.wanted_mode = None
+        if now_s >= self._retry_at_s:
+            self._is_suspected = False
+        if heartbeat.mode == self.wanted_mode:
+            self.wanted_mode = None
+        self._take(heartbeat, numerics, now_s)
+        return True
+
+    def moved(self, heartbeat: Heartbeat) -> bool:
+        """Return whether a heartbeat of its name is of another role or cluster."""
+        old = self.heartbeat
+        return (old.role, old.cluster) != (heartbeat.role, heartbeat.cluster)
+
+    def failed(self, now_s: float, started_s: float | None = None) -> None:
+        """Take note of a call that failed by the node's fault.
+
+        Those that began before the last failure are of the same one. The first is over with the next
+        heartbeat, each one after it takes twice as long.
+        """
+        if started_s is None or started_s >= self._failed_s:
+            self._num_failures += 1
+            self._failed_s = now_s
+        self._is_suspected = True
+        if self._num_failures > 1:
+            doublings = min(self._num_failures - 2, 10)
+            self._retry_at_s = now_s + min(FIRST_BACKOFF_S * 2.0**doublings, MAX_BACKOFF_S)
+        self._settle()
+
+    def answered(self) -> None:
+        """Take note that the node did what it was asked for."""
+        self._num_failures, self._is_suspected, self._retry_at_s = 0, False, -inf
+        self._settle()
+
+    def refused(self, now_s: float, retry_after_s: float) -> None:
+        """Take note that the node has no room for so long."""
+        wait_s = retry_after_s if isfinite(retry_after_s) else FIRST_BACKOFF_S
+        self._refuses_until_s = now_s + min(max(wait_s, 0.0), MAX_REFUSAL_S)
+        self._settle()
+
+    def want(self, mode: Mode | None) -> None:
+        """Want another mode of it; None and its own are no wish."""
+        self.wanted_mode = None if mode == self.heartbeat.mode else mode
+        self._settle()
+
+    def age_s(self, now_s: float) -> float:
+        """Return the seconds since it was heard."""
+        return max(0.0, now_s - self.heard_s)
+
+    def state(self, now_s: float) -> NodeState:
+        """Return what the fleet thinks of it; the gravest reason of several."""
+        if now_s <= self.clear_until_s:
+            return "ready"
+        age_s = self.age_s(now_s)
+        reasons: tuple[tuple[NodeState, bool], ...] = (
+            ("dead", age_s >= self._limits.dead_after_s),
+            ("draining", self.heartbeat.is_draining),
+            ("not_ready", not self.heartbeat.is_ready),
+            ("suspected", self._is_suspected),
+            ("refusing", now_s < self._refuses_until_s),
+            ("late", age_s > self._limits.late_after_s),
+        )
+        return next((state for state, holds in reasons if holds), "ready")
+
+    def refusal(self, now_s: float) -> Refusal | None:
+        """Return why nothing may be sent there now, or None."""
+        state = self.state(now_s)
+        return None if state == "ready" or state == "late" else state  # noqa: PLR1714 - narrows
+
+    def is_second_choice(self, now_s: float) -> bool:
+        """Return whether any other node is better: its heartbeat is late, or it is on trial and busy."""
+        if now_s <= self.clear_until_s:
+            return False
+        if self._num_failures > 0 and self.load.num_inflight > 0:
+            return True
+        return self.age_s(now_s) > self._limits.late_after_s
+
+    def retry_after_s(self, now_s: float) -> float:
+        """Return in how many seconds it may be worth another try; 0 is now."""
+        return max(0.0, self._refuses_until_s - now_s, self._retry_at_s - now_s)
+
+    def check(self) -> None:
+        """Check the counts."""
+        self.load.check()
+        assert self._num_failures >= 0
+        assert self.wanted_mode != self.heartbeat.mode
+        assert self.clear_until_s == -inf or self.refusal(self.clear_until_s) is None
+
+    def _take(self, heartbeat: Heartbeat, numerics: str, now_s: float) -> None:
+        self.heartbeat, self.numerics, self.heard_s = heartbeat, numerics, now_s
+        rate, step_s = known_rate(heartbeat.prefill_tokens_per_s), heartbeat.decode_step_s
+        self.token_s = None if rate is None else 1 / rate
+        """Of a token's prefill; None is unknown."""
+        self.step_s = known_rate(step_s)
+        """Of one step of its decoding sequences; None is unknown."""
+        self.max_running = _count(heartbeat.max_running) or 1
+        free = heartbeat.free_pages_fraction
+        self.pages_used = 1 - min(max(free, 0.0), 1.0) if isfinite(free) else 0.0
+        num_active = _count(heartbeat.num_running) + _count(heartbeat.num_waiting)
+        self.load.reported(num_active, _count(heartbeat.num_waiting_tokens), now_s)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Work out once what each decision asks: there are many for one change."""
+        modes = (self.heartbeat.mode, self.wanted_mode or self.heartbeat.mode)
+        is_pd = self.heartbeat.role == "pd"
+        self.can_decode = is_pd and "prefill" not in modes
+        """It takes requests, and is to go on taking them."""
+        self.only_decodes = self.heartbeat.mode == "decode"
+        """It leaves prefill to others, where there are some."""
+        self.can_prefill = not is_pd or modes == ("prefill", "prefill")
+        """It prefills for others only."""
+        is_clear = self.heartbeat.is_ready and not self.heartbeat.is_draining
+        is_clear = is_clear and not self._is_suspected and self._num_failures == 0
+        self.clear_until_s = self.heard_s + self._limits.late_after_s if is_clear else -inf
+        """Until then it may be used like any other, whatever else is true; -inf promises nothing."""
+        if self._refuses_until_s > self.heard_s:
+            self.clear_until_s = -inf
+
+
+def _count(value: float) -> int:
+    """Return a count that a node reported, within bounds; what is none is 0."""
+    return 0 if isnan(value) else int(min(max(value, 0), MAX_COUNT))
