@@ -10,13 +10,13 @@ import uvloop
 from prfaas.cli.banner import banner
 from prfaas.cli.progress import Progress, shown_progress
 from prfaas.config.options import NodeConfig, Role
-from prfaas.errors import ConfigError
 from prfaas.log import configure_logging
 from prfaas.server.app import serve, served_name
 from prfaas.server.metrics import Metrics
-from prfaas.server.node import Node, NodeFactory, RoutedNode, ServingNode
+from prfaas.server.node import Node, NodeFactory
 from prfaas.server.pd import load_pd_node
 from prfaas.server.prefill import load_prefill_node
+from prfaas.server.scheduler import load_scheduler_node
 
 
 def run_node(config: NodeConfig) -> None:
@@ -49,7 +49,7 @@ def node_factory(role: Role) -> NodeFactory:
         case "prefill":
             return load_prefill_node
         case "scheduler":
-            raise ConfigError("role scheduler comes in a later version")
+            return load_scheduler_node
         case _:
             assert_never(role)
 
@@ -59,7 +59,7 @@ def showing_progress(load: NodeFactory) -> NodeFactory:
 
     def load_and_show(
         config: NodeConfig, metrics: Metrics, progress: Progress
-    ) -> ServingNode | RoutedNode:
+    ) -> Node:
         with shown_progress() as show:
 
             def note(stage: str, done: int, total: int) -> None:

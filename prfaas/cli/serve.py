@@ -10,7 +10,6 @@ import click
 
 from prfaas.cli.node_options import config_from, node_options
 from prfaas.config.render import render_toml
-from prfaas.errors import ConfigError
 
 
 @click.command(short_help="Run one node until SIGTERM or Ctrl-C.")
@@ -26,10 +25,6 @@ def serve(config_path: Path | None, *, print_config: bool, **flags: object) -> N
     if print_config:
         click.echo(render_toml(config), nl=False)
         return
-    if config.role == "scheduler":
-        raise ConfigError(
-            "role scheduler comes in a later version; a pd node with --peer routes by itself"
-        )
     limit_threads(config.engine.threads)
     exit_on_signals()
     gc.disable()  # some hundred thousand objects are made, and none of them is garbage

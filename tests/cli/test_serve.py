@@ -56,7 +56,6 @@ def test_a_switch_can_be_turned_off_against_the_file(tmp_path):
         (["--peer", "nowhere"], "--peer: expected host:port, not 'nowhere'"),
         (["--threads", "none"], "--threads: expected a whole number, not 'none'"),
         (["--config", "/nonexistent.toml"], "cannot read /nonexistent.toml"),
-        (["--role", "scheduler"], "role scheduler comes in a later version"),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_status_2(arguments, message):
