@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from prfaas import __version__
 from prfaas.config.options import NodeConfig
+from prfaas.scheduler.options import SchedulerOptions
 
 
 def banner(
@@ -22,14 +23,27 @@ def banner(
         rows["template"] = "no chat template in checkpoint: plain transcript"
     if config.role == "pd":
         rows["peer"] = (
-            f"{config.transport.peer} for more than {config.scheduler.threshold_tokens}"
-            " uncached prompt tokens"
+            f"{config.transport.peer} {_peer_use(config.scheduler)}"
             if config.transport.peer
             else "none: every prompt is prefilled here"
         )
     lines = [f"prfaas {__version__}, role {config.role}, is ready"]
     lines += [f"  {label:<9} {value}" for label, value in rows.items()]
     return "\n".join(lines)
+
+
+def _peer_use(options: SchedulerOptions) -> str:
+    """Return what the peer is for."""
+    policy, tokens = options.policy_in_force, options.first_threshold_tokens
+    match policy:
+        case "local":
+            return "for nothing: every prompt is prefilled here (policy local)"
+        case "always-remote":
+            return "for every prompt (policy always-remote)"
+        case "static" if options.threshold_tokens is not None:
+            return f"for more than {tokens} uncached prompt tokens"
+        case _:
+            return f"for more than {tokens} uncached prompt tokens at first (policy {policy})"
 
 
 def _engine(config: NodeConfig) -> str:

@@ -65,6 +65,8 @@ def _option(setting: Setting, flag: str) -> Callable[[Command], Command]:
             help=setting.help,
         )
     metavar = "|".join(setting.choices) if setting.choices else _METAVARS[setting.kind]
+    if setting.takes_auto:
+        metavar = f"auto|{metavar}"
     if metavar == "SECONDS" and not setting.name.endswith("_s"):
         metavar = "NUMBER"
     return click.option(flag, setting.parameter, metavar=metavar, help=setting.help)

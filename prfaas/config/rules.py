@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prfaas.cache.options import CacheOptions
 from prfaas.config.options import FleetOptions, NodeConfig
 from prfaas.errors import ConfigError
+from prfaas.scheduler.options import SchedulerOptions
 from prfaas.transport.options import TransportOptions
 
 _CLUSTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -74,6 +75,7 @@ def check_rules(config: NodeConfig, name_of: NameOf, *, listens: bool = True) ->
         _check_listener(config, name_of)
     _check_peer(config, name_of, listens=listens)
     _check_fleet(config, name_of, listens=listens)
+    _check_scheduler(config, name_of)
 
 
 def _check_replay(config: NodeConfig, name_of: NameOf) -> None:
@@ -234,6 +236,38 @@ def _check_alone(config: NodeConfig, name_of: NameOf) -> None:
                 raise ConfigError(
                     f"{name_of(f'{section}.{name}')} has no effect without {name_of('fleet.scheduler')}"
                 )
+
+
+def _check_scheduler(config: NodeConfig, name_of: NameOf) -> None:
+    """Whoever routes has a choice to make, and no knob that its policy does not have."""
+    options, default = config.scheduler, SchedulerOptions()
+    set_names = [
+        name
+        for name in ("policy", "threshold_tokens", "egress_target")
+        if getattr(options, name) != getattr(default, name)
+    ]
+    if not set_names or config.role == "prefill":
+        return
+    if config.role == "pd" and config.fleet.scheduler is not None:
+        raise ConfigError(
+            f"{name_of(f'scheduler.{set_names[0]}')} has no effect with {name_of('fleet.scheduler')}:"
+            " the scheduler decides"
+        )
+    if config.role == "pd" and config.transport.peer is None:
+        raise ConfigError(
+            f"{name_of(f'scheduler.{set_names[0]}')} has no effect without {name_of('transport.peer')}"
+        )
+    policy = options.policy_in_force
+    idle = {
+        "threshold_tokens": ("local", "always-remote", "predictive"),
+        "egress_target": ("local", "always-remote", "static"),
+    }
+    for name, policies in idle.items():
+        if name in set_names and policy in policies:
+            raise ConfigError(
+                f"{name_of(f'scheduler.{name}')} has no effect with the policy {policy}"
+                f" ({name_of('scheduler.policy')})"
+            )
 
 
 def _is_same_host(host: str, other: str) -> bool:

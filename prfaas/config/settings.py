@@ -45,6 +45,8 @@ class Setting:
     minimum: float | None = None
     maximum: float | None = None
     roles: tuple[Role, ...] = ALL_ROLES
+    takes_auto: bool = False
+    """`auto` stands for no value: what is known decides."""
     is_secret: bool = False
     """Never shown, and without a flag: other users of the machine can read a command line."""
     needs_section: bool = False
@@ -360,10 +362,24 @@ SETTINGS: tuple[Setting, ...] = (
         "PEM of who signs the other side's certificates: reach it by TLS; prefill: demand one of every peer.",
     ),
     _setting(
+        "scheduler.policy",
+        "Where a prompt is prefilled. Default: static with a number for --threshold-tokens, else predictive.",
+        roles=_API,
+    ),
+    _setting(
         "scheduler.threshold_tokens",
-        "With --peer: prompts with more uncached tokens than this are prefilled there.",
+        "Prompts with more uncached tokens than this are prefilled by a peer. auto (default): as observed.",
         minimum=0,
-        roles=_PD,
+        maximum=1 << 40,
+        takes_auto=True,
+        roles=_API,
+    ),
+    _setting(
+        "scheduler.egress_target",
+        "With --policy threshold or predictive: share of a link that KVCache may fill on average.",
+        above=0,
+        maximum=1,
+        roles=_API,
     ),
     _setting(
         "fleet.scheduler",

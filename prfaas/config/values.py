@@ -6,7 +6,7 @@ import re
 from prfaas.config.settings import Kind, Setting
 from prfaas.errors import ConfigError
 
-Value = bool | int | float | str
+Value = bool | int | float | str | None
 
 _UNITS: dict[str, int] = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}iB": 1 << 10 * power for power, prefix in enumerate("KMGT", start=1)}
@@ -74,6 +74,8 @@ def read_value(setting: Setting, raw: object, *, origin: str) -> Value:
 
 
 def _typed(setting: Setting, raw: object) -> Value:
+    if setting.takes_auto and raw == "auto":
+        return None
     if isinstance(raw, str):
         return _from_text(setting, raw)
     match setting.kind, raw:
@@ -88,7 +90,7 @@ def _typed(setting: Setting, raw: object) -> Value:
 
 
 def _from_text(setting: Setting, text: str) -> Value:
-    value: Value | None
+    value: Value = None
     match setting.kind:
         case "switch":
             value = _SWITCH.get(text.lower())
@@ -119,11 +121,12 @@ def _unexpected(setting: Setting, raw: object) -> ValueError:
 def _expected(setting: Setting) -> str:
     if setting.kind == "choice":
         return "one of " + ", ".join(setting.choices)
-    return _EXPECTED[setting.kind]
+    expected = _EXPECTED[setting.kind]
+    return f"{expected} or auto" if setting.takes_auto else expected
 
 
 def _check_bounds(setting: Setting, value: Value) -> None:
-    if isinstance(value, bool | str):
+    if value is None or isinstance(value, bool | str):
         return
     shown = f"{value:g}" if isinstance(value, float) else str(value)
     if not math.isfinite(value):

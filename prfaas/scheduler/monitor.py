@@ -14,6 +14,8 @@ GRACE_S = 2.0
 """No pace is judged on less than this."""
 SLOWER_FACTOR = 1.5
 SLOWER_MARGIN_S = 1.0
+LAGGING_FRACTION = 0.5
+"""Of the time in which bytes came: if they lagged so long, their rate is the link's."""
 IDLE_FACTOR = 10.0
 """A peer that lives but moves nothing is stuck after this many stall timeouts."""
 
@@ -24,6 +26,8 @@ class TransferRates:
 
     prefill_tokens_per_s: float | None
     link_bytes_per_s: float | None
+    is_link_bound: bool = True
+    """Bytes waited for the link; else it carries that at least."""
 
 
 class TransferMonitor:
@@ -75,6 +79,8 @@ class TransferMonitor:
         self._last_bytes_s = started_s
         self._lag: tuple[float, int] | None = None
         """(since when, bytes then) the bytes that came are fewer than those that were ready."""
+        self._lagged_s = 0.0
+        """For so long they were, since the first came."""
 
     def progressed(
         self, *, now_s: float, num_bytes: int, tokens_done: int, tokens_ahead: int
@@ -83,7 +89,10 @@ class TransferMonitor:
 
         `tokens_ahead` are other prompts' tokens that the peer computes before ours.
         """
-        self._heard_s = now_s = max(self._heard_s, now_s)
+        before_s, self._heard_s = self._heard_s, max(self._heard_s, now_s)
+        now_s = self._heard_s
+        if self._lag is not None and self._first_bytes is not None:
+            self._lagged_s += now_s - before_s
         if tokens_ahead == 0 and self._computing is None:
             self._computing = (now_s, tokens_done)
         if num_bytes > self._num_bytes:
@@ -144,11 +153,16 @@ class TransferMonitor:
             since_s, tokens_done = self._computing
             end_s = now_s if self._computed_s is None else self._computed_s
             tokens_per_s = _rate(self._tokens_done - tokens_done, end_s - since_s)
-        bytes_per_s = None
+        bytes_per_s, span_s = None, 0.0
         if self._first_bytes is not None:
             since_s, num_bytes = self._first_bytes
-            bytes_per_s = _rate(self._num_bytes - num_bytes, self._last_bytes_s - since_s)
-        return TransferRates(prefill_tokens_per_s=tokens_per_s, link_bytes_per_s=bytes_per_s)
+            span_s = self._last_bytes_s - since_s
+            bytes_per_s = _rate(self._num_bytes - num_bytes, span_s)
+        return TransferRates(
+            prefill_tokens_per_s=tokens_per_s,
+            link_bytes_per_s=bytes_per_s,
+            is_link_bound=self._lagged_s >= LAGGING_FRACTION * span_s,
+        )
 
     @property
     def _tokens_left(self) -> int:

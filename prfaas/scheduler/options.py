@@ -2,10 +2,32 @@
 
 from dataclasses import dataclass
 
+from prfaas.scheduler.policies import MAX_EGRESS_FRACTION, PolicyName
+
+FIRST_THRESHOLD_TOKENS = 512
+"""t as long as nothing is known that says better."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
     """Options of the `[scheduler]` section."""
 
-    threshold_tokens: int = 512
-    """t of PrfaaS §3.4: uncached prompts longer than this are prefilled by the peer."""
+    policy: PolicyName | None = None
+    """None: `static` with a number for t, else `predictive`."""
+    threshold_tokens: int | None = None
+    """t of PrfaaS §3.4: uncached prompts longer than this are prefilled by the peer. None: it follows what is
+    observed."""
+    egress_target: float = MAX_EGRESS_FRACTION
+    """Share of the link that planned KVCache may fill."""
+
+    @property
+    def policy_in_force(self) -> PolicyName:
+        """Return the policy that these options mean."""
+        if self.policy is not None:
+            return self.policy
+        return "predictive" if self.threshold_tokens is None else "static"
+
+    @property
+    def first_threshold_tokens(self) -> int:
+        """Return t before anything was observed."""
+        return FIRST_THRESHOLD_TOKENS if self.threshold_tokens is None else self.threshold_tokens

@@ -210,6 +210,9 @@ class Predictive:
 
     With an SLO, a prompt goes where it is in time. One that is in time nowhere would make others late in
     vain: it is held back until an instance is idle, if it may be.
+
+    With a threshold and no SLO, the side of it is where a prompt goes unless the other one costs less by a margin: what
+    is nearly alike is no reason to leave it, and noise in what is known makes nothing flap.
     """
 
     profiles: Profiles
@@ -217,6 +220,9 @@ class Predictive:
     """How much the delay of others counts beside one's own."""
     ttft_slo_s: float | None = None
     """A first token is of use within it; None holds nothing back."""
+    threshold_tokens: float | None = None
+    margin_fraction: float = 0.0
+    """Of the cost at the threshold's side, that another way has to save."""
 
     def decide(self, prompt: Prompt, view: ClustersView, now_s: float) -> Decision:
         """Return the least predicted TTFT, what it costs others added, of those in time."""
@@ -233,7 +239,7 @@ class Predictive:
             return _by_side(self.profiles, prompt, view, now_s, wants_remote=True, reason="policy")
         best = _cheapest(found)
         if slo_s is None or prompt.arrived_s is None:
-            return _chosen(best, found)
+            return self._steady(prompt, best, found)
         left_s = SLO_MARGIN * slo_s - (now_s - prompt.arrived_s)
         if best.ttft_s <= left_s:
             return _chosen(best, found)
@@ -244,6 +250,17 @@ class Predictive:
         if idle:
             return _as(_cheapest(idle), "late")
         return Decision(remote=None, reason="held", predicted_ttft_s=best.ttft_s, is_held=True)
+
+    def _steady(self, prompt: Prompt, best: Way, found: list[Way]) -> Decision:
+        """Return the decision for the cheapest way, or for the side of the threshold if that is nearly as cheap."""
+        if self.threshold_tokens is not None:
+            is_long = prompt.uncached_tokens > self.threshold_tokens
+            usual = _cheapest(
+                [way for way in found if (way.remote is not None) == is_long] or [best]
+            )
+            if usual.movement is None and best.cost_s >= (1 - self.margin_fraction) * usual.cost_s:
+                return _as(usual, "long" if is_long else "short")
+        return _chosen(best, found)
 
 
 def _cheapest(found: list[Way]) -> Way:

@@ -57,6 +57,10 @@ class Rebalancer:
         self._num_wanted = 0
         self._changed_s: float | None = None
 
+    def follow(self, model: ThroughputModel) -> None:
+        """Solve for other profiles or another link from now on; what was seen stays."""
+        self._model = model
+
     def saw(self, uncached_tokens: int, output_tokens: int) -> None:
         """Take note of a request."""
         self._prompts.append((uncached_tokens, max(1, output_tokens)))

@@ -23,8 +23,14 @@ class PeerView:
     peer: str
     state: PeerState = "unknown"
     prefill_tokens_per_s: float | None = None
+    """What our transfers from it have reached, a moving average."""
     link_bytes_per_s: float | None = None
-    """What our transfers from it have reached, a moving average each."""
+    """What the link carries: a moving average of transfers that waited for it, and no less than what came
+    over it since."""
+    link_floor_bytes_per_s: float | None = None
+    """What came over it while none has waited for it: it carries that at least."""
+    goodput_bytes_per_s: float | None = None
+    """What came over it lately, idle times included."""
     rtt_s: float | None = None
     """Of the KV connections to it, while some are open."""
     expected_link: Link | None = None
@@ -46,12 +52,19 @@ class PeerView:
     num_inflight: int = 0
     num_inflight_tokens: int = 0
     """Tokens that we have asked it for; counted from the decision on."""
+    num_inflight_bytes: int = 0
+    """Their KVCache."""
+    spent_bytes: float = 0.0
+    """Of the egress budget, at `spent_at_s`; it has come back since at the budget's rate."""
+    spent_at_s: float = 0.0
     queue_s: float = field(init=False, repr=False, compare=False)
     """What is there before a prompt: as it reported or as we have in flight, whichever is more."""
     token_s: float | None = field(init=False, repr=False, compare=False)
     """Of a token's prefill; None while its rate is unknown."""
     byte_s: float = field(init=False, repr=False, compare=False)
     """Of a byte on the link; 0 while that is unknown."""
+    backlog_s: float = field(init=False, repr=False, compare=False)
+    """Of what we have in flight on the link."""
     trip_s: float = field(init=False, repr=False, compare=False)
     clear_until_s: float = field(init=False, repr=False, compare=False)
     """Until then there is no refusal and no trial, whatever else is true; -inf promises nothing."""
@@ -62,13 +75,16 @@ class PeerView:
         queue_tokens = max(self.num_queue_tokens, self.num_inflight_tokens, 0)
         link_rate, rtt_s = known_rate(self.link_bytes_per_s), self.rtt_s
         if self.expected_link is not None:
-            link_rate = link_rate or self.expected_link.bytes_per_s
+            floor = known_rate(self.link_floor_bytes_per_s) or 0.0
+            link_rate = link_rate or max(self.expected_link.bytes_per_s, floor)
             rtt_s = self.expected_link.rtt_s if rtt_s is None else rtt_s
         is_clear = self.state == "ready" and self.num_failures <= 0 and self.heard_s is not None
         keep = object.__setattr__
         keep(self, "token_s", None if rate is None else 1 / rate)
         keep(self, "queue_s", 0.0 if rate is None else queue_tokens / rate)
-        keep(self, "byte_s", 0.0 if link_rate is None else 1 / link_rate)
+        byte_s = 0.0 if link_rate is None else 1 / link_rate
+        keep(self, "byte_s", byte_s)
+        keep(self, "backlog_s", max(self.num_inflight_bytes, 0) * byte_s)
         keep(self, "trip_s", rtt_s or 0.0)
         keep(
             self, "clear_until_s", (self.heard_s or 0.0) + STALE_AFTER_S if is_clear else -math.inf
@@ -105,14 +121,21 @@ class PeerView:
             return "peer_down"
         return None
 
-    def ttft_s(self, *, num_tokens: int, num_kv_bytes: int) -> float | None:
+    def ttft_s(
+        self, *, num_tokens: int, num_kv_bytes: int, num_tail_bytes: int = 0
+    ) -> float | None:
         """Return the predicted seconds to the first token; None while the rates are unknown.
 
-        The queue is what it reported or what we have in flight there, whichever is more. KV is
-        sent as it is computed, so the slower of the two counts; the request costs a round trip.
+        The queue is what it reported or what we have in flight there, whichever is more; bytes wait
+        for those that are under way. KV is sent as it is computed, so the slower of the two counts, but for
+        `num_tail_bytes` of it that only the last token makes; the request costs a round trip.
         """
-        work_s = self.work_s(num_tokens=num_tokens, num_kv_bytes=num_kv_bytes)
-        return None if work_s is None else self.queue_s + work_s
+        if self.token_s is None:
+            return None
+        computed_s = num_tokens * self.token_s
+        streamed_s = (num_kv_bytes - num_tail_bytes) * self.byte_s
+        done_s = max(self.queue_s + max(computed_s, streamed_s), self.backlog_s + streamed_s)
+        return done_s + (num_tail_bytes * self.byte_s + self.trip_s)
 
     def work_s(self, *, num_tokens: int, num_kv_bytes: int) -> float | None:
         """Return the same without any queue: the least that it can take."""
@@ -127,7 +150,10 @@ class LocalView:
 
     num_waiting_tokens: int = 0
     """Prompt tokens that are admitted or queued and not computed."""
+    num_waiting: int = 0
+    """Prompts that they are of."""
     prefill_tokens_per_s: float | None = None
+    """As observed, or as a profile says of a prompt like this."""
 
     def ttft_s(self, *, num_tokens: int) -> float | None:
         """Return the predicted seconds to a first token behind `num_tokens`; None if unknown."""

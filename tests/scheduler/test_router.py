@@ -432,7 +432,9 @@ def test_a_late_overload_does_not_shorten_a_backoff():
     router.ended("r0", "peer_down", now_s=1.0)
     before = router.peer("a:1")
     router.ended("r1", "peer_overloaded", now_s=1.0, retry_after_s=0.0)
-    assert router.peer("a:1") == replace(before, num_inflight=0, num_inflight_tokens=0)
+    assert router.peer("a:1") == replace(
+        before, num_inflight=0, num_inflight_tokens=0, num_inflight_bytes=0
+    )
     assert decide(router, "r2", 1.5).reason == "peer_down"
 
 
