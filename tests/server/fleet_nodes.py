@@ -99,6 +99,10 @@ class ScriptedNode:
         self._site: web.TCPSite | None = None
         self.name = ""
 
+    def heal(self) -> None:
+        """Fail no more."""
+        self.die_at = self.end_at = self.say_at = None
+
     async def start(self) -> None:
         app = web.Application(client_max_size=32 << 20)
         app.add_routes(self._gate.routes())
