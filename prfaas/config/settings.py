@@ -382,6 +382,27 @@ SETTINGS: tuple[Setting, ...] = (
         roles=_API,
     ),
     _setting(
+        "scheduler.rebalance_period_s",
+        "How often threshold, roles and shares of prefill and decode are solved anew.",
+        above=0,
+        maximum=86_400,
+        roles=_API,
+    ),
+    _setting(
+        "scheduler.rebalance_dwell_s",
+        "Least time between two changes of a role or a share.",
+        minimum=0,
+        maximum=86_400,
+        roles=_API,
+    ),
+    _setting(
+        "scheduler.rebalance_prompts",
+        "The last so many prompts are what they are solved for.",
+        minimum=20,
+        maximum=1_000_000,
+        roles=_API,
+    ),
+    _setting(
         "fleet.scheduler",
         "host:port of the scheduler of the fleet that this node joins. Default: none.",
         roles=_NODES,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from prfaas.scheduler.policies import MAX_EGRESS_FRACTION, PolicyName
+from prfaas.scheduler.rebalancer import RebalanceOptions
 
 FIRST_THRESHOLD_TOKENS = 512
 """t as long as nothing is known that says better."""
@@ -19,6 +20,12 @@ class SchedulerOptions:
     observed."""
     egress_target: float = MAX_EGRESS_FRACTION
     """Share of the link that planned KVCache may fill."""
+    rebalance_period_s: float = 60.0
+    """Between two looks of the long time scale."""
+    rebalance_dwell_s: float = 300.0
+    """Between two changes of a role, or of an engine's share, at least."""
+    rebalance_prompts: int = 2_000
+    """The last ones are what it solves for."""
 
     @property
     def policy_in_force(self) -> PolicyName:
@@ -26,6 +33,15 @@ class SchedulerOptions:
         if self.policy is not None:
             return self.policy
         return "predictive" if self.threshold_tokens is None else "static"
+
+    @property
+    def rebalance(self) -> RebalanceOptions:
+        """Return what these options say of the long time scale."""
+        return RebalanceOptions(
+            period_s=self.rebalance_period_s,
+            dwell_s=self.rebalance_dwell_s,
+            num_prompts=self.rebalance_prompts,
+        )
 
     @property
     def first_threshold_tokens(self) -> int:

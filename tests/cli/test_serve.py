@@ -26,7 +26,10 @@ def serve(*arguments: str):
 
 def test_print_config_shows_flags_over_variables_over_the_file(tmp_path, monkeypatch):
     path = tmp_path / "node.toml"
-    path.write_text("[engine]\nthreads = 3\nchunk_tokens = 128\n[scheduler]\nthreshold_tokens = 7")
+    path.write_text(
+        "[engine]\nthreads = 3\nchunk_tokens = 128\n[scheduler]\nthreshold_tokens = 7\n"
+        "[transport]\npeer = '127.0.0.1:9'"
+    )
     monkeypatch.setenv("PRFAAS_CHUNK_TOKENS", "192")
     monkeypatch.setenv("PRFAAS_API_KEY", "sesame")
     result = serve("--config", str(path), "--threads", "2", "--allow-plaintext", "--print-config")

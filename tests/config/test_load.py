@@ -35,8 +35,9 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(present, 
         toml="[scheduler]\nthreshold_tokens = 3" if toml else None,
         environ={"PRFAAS_THRESHOLD_TOKENS": "2"} if variable else {},
         threshold_tokens="1" if flag else None,
+        peer="127.0.0.1:9",
     )
-    expected = 1 if flag else 2 if variable else 3 if toml else 512
+    expected = 1 if flag else 2 if variable else 3 if toml else None
     assert config.scheduler.threshold_tokens == expected
 
 
