@@ -57,9 +57,9 @@ class Rebalancer:
         self._num_wanted = 0
         self._changed_s: float | None = None
 
-    def follow(self, model: ThroughputModel, kind: Kind) -> None:
-        """Solve for other profiles, another link or kind from now on; what was seen stays."""
-        self._model, self._kind = model, kind
+    def follow(self, model: ThroughputModel) -> None:
+        """Solve for other profiles or another link from now on; what was seen stays."""
+        self._model = model
 
     def saw(self, uncached_tokens: int, output_tokens: int) -> None:
         """Take note of a request."""
