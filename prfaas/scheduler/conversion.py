@@ -104,21 +104,21 @@ class Converter:
     def __init__(self, options: RebalanceOptions) -> None:
         self._options = options
         self._rebalancer: Rebalancer | None = None
+        self._kind: Kind = "homogeneous"
         self._looked_s: float | None = None
         self._under_way: tuple[Conversion, float] | None = None
         self.threshold_tokens: float | None = None
         """t as last solved for; None until enough was seen."""
         self._prompts: deque[tuple[int, int]] = deque(maxlen=options.num_prompts)
-        """Seen while nothing could be solved yet."""
+        """(uncached tokens, output tokens) of the last ones."""
 
     def saw(self, uncached_tokens: int, output_tokens: int) -> None:
         """Take note of a request that is done."""
         if uncached_tokens < 1:
             return
+        self._prompts.append((uncached_tokens, output_tokens))
         if self._rebalancer is not None:
             self._rebalancer.saw(uncached_tokens, output_tokens)
-        else:
-            self._prompts.append((uncached_tokens, output_tokens))
 
     def look(
         self, nodes: Sequence[Standing], observed: Observed, now_s: float
@@ -130,12 +130,10 @@ class Converter:
         """
         if self._is_waiting(nodes, now_s):
             return None
-        rescue = _rescue(nodes, now_s)
-        if rescue is None:
-            rescue = self._rebalance(nodes, observed, now_s)
-        if rescue is not None:
-            self._under_way = rescue, now_s
-        return rescue
+        change = _rescue(nodes, now_s) or self._rebalance(nodes, observed, now_s)
+        if change is not None:
+            self._under_way = change, now_s
+        return change
 
     def _is_waiting(self, nodes: Sequence[Standing], now_s: float) -> bool:
         if self._under_way is None:
@@ -181,13 +179,12 @@ class Converter:
                 return Conversion(_least(prefilling), "decode")
 
     def _following(self, model: ThroughputModel, kind: Kind) -> Rebalancer:
-        if self._rebalancer is None:
-            self._rebalancer = Rebalancer(model, kind, self._options)
+        """Return the rebalancer with today's model; a new one, that knows the same prompts, for another kind."""
+        if self._rebalancer is None or kind != self._kind:
+            self._rebalancer, self._kind = Rebalancer(model, kind, self._options), kind
             for uncached_tokens, output_tokens in self._prompts:
                 self._rebalancer.saw(uncached_tokens, output_tokens)
-            self._prompts.clear()
-        else:
-            self._rebalancer.follow(model, kind)
+        self._rebalancer.follow(model)
         return self._rebalancer
 
 

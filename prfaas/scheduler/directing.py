@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from prfaas.scheduler.links import Links
 from prfaas.scheduler.placing import (
+    MAX_TOKENS_AT_DECODER,
     MIN_FETCH_GAIN_S,
     Assumed,
     Elsewhere,
@@ -17,12 +18,10 @@ from prfaas.scheduler.placing import (
     Wanted,
     local_s,
 )
-from prfaas.scheduler.router import Route, Router, RouteRequest
+from prfaas.scheduler.router import Router, RouteRequest
 from prfaas.scheduler.standing import Standing
 from prfaas.scheduler.view import LocalView, PeerView
 
-MAX_TOKENS_AT_DECODER = 128
-"""So few lacking tokens a node that only decodes computes itself: a transfer takes longer."""
 FETCH_LINK_RATIO = 2.0
 """A link that is so many times slower than those in the cluster is worth a prefix fetched before."""
 NEAR_GAIN_S = 0.02
@@ -73,32 +72,82 @@ class Director:
         offer: Offer,
         guess: Assumed,
         now_s: float,
+        request_id: str | None = None,
     ) -> Directed:
-        """Return where the prompt is prefilled that a node decodes; books nothing.
+        """Return where the prompt is prefilled that a node decodes.
 
         First who would do it in the cluster, the node itself or a PD-P. Against that, by `route`, the
-        PrfaaS nodes.
+        PrfaaS nodes. With an id it is booked with the router of its side, if it is not here.
         """
         inside = self._inside(wanted, node, offer, guess, now_s)
-        if wanted.force == "local":
-            return inside._replace(reason="forced")
+        if wanted.force != "local":
+            outside = self._outside(wanted, node, inside, offer.wide, now_s, request_id)
+            if outside.side == "wide":
+                return outside
+            inside = self._with_foreign(wanted, node, outside, offer.foreign, now_s)
+        if inside.side == "near" and request_id is not None:
+            self._book_near(request_id, inside, now_s)
+        return inside
+
+    def _outside(
+        self,
+        wanted: Wanted,
+        node: Standing,
+        inside: Directed,
+        peers: list[PeerView],
+        now_s: float,
+        request_id: str | None,
+    ) -> Directed:
+        """Return the prefill at a PrfaaS node if `route` says so, else the one inside, with the reason."""
         usable = node.heartbeat.peers_usable.get
-        wide = [peer for peer in offer.wide if usable(peer.peer, True)]
-        route = self._wide.decide(
-            _request(wanted, inside.request.hit_tokens, wide),
-            local=_as_local(inside, node, guess),
-            now_s=now_s,
-            force=wanted.force,
-            among=wide,
-        )
+        wide = [peer for peer in peers if usable(peer.peer, True)]
+        source = self._before_wide(inside.source, wide)
+        hit_tokens = wanted.hit_of(node.name) if source is None else source.num_tokens
+        request = _request(wanted, hit_tokens, wide)
+        local = _as_local(inside, request, node)
+        if request_id is None:
+            route = self._wide.decide(
+                request, local=local, now_s=now_s, force=wanted.force, among=wide
+            )
+        else:
+            route = self._wide.route(
+                request_id, request, local=local, now_s=now_s, force=wanted.force, among=wide
+            )
         if route.peer is not None:
-            return self._outside(wanted, node, inside, route, wide)
+            return Directed(
+                "wide",
+                route.reason,
+                request,
+                prefill_at=route.peer,
+                source=source,
+                predicted_ttft_s=route.predicted_ttft_s,
+            )
         reason: PlacementReason = route.reason
         if reason == "no_peer" and self._wide.peers:
             reason = "peer_down"
         if inside.side == "here" and inside.reason != "at_decoder":
-            inside = inside._replace(reason=reason)
-        return self._with_foreign(wanted, node, inside, offer.foreign, now_s)
+            return inside._replace(reason=reason)
+        return inside
+
+    def _book_near(self, request_id: str, inside: Directed, now_s: float) -> None:
+        assert inside.prefill_at is not None
+        route = self._near.route(
+            request_id,
+            inside.request,
+            local=LocalView(),
+            now_s=now_s,
+            force="remote",
+            among=(self._near.peer(inside.prefill_at),),
+        )
+        assert route.peer == inside.prefill_at, f"{route} instead of {inside.prefill_at}"
+
+    def _before_wide(self, source: Source | None, wide: list[PeerView]) -> Source | None:
+        """Return the prefix of the cluster to fetch before a PrfaaS node sends the rest, if its link is slow."""
+        if source is None or not wide:
+            return None
+        byte_s = min(peer.byte_s for peer in wide)
+        near_byte_s = self._links.near_byte_s(source.node)
+        return source if byte_s > FETCH_LINK_RATIO * near_byte_s else None
 
     def _inside(
         self,
@@ -109,10 +158,11 @@ class Director:
         now_s: float,
     ) -> Directed:
         """Return who of the cluster prefills."""
-        near, rest = offer.near, offer.rest
+        usable = node.heartbeat.peers_usable.get
+        near = [peer for peer in offer.near if usable(peer.peer, True)]
         token_s = node.token_s if node.token_s is not None else guess.token_s
-        here_s, fetches = local_s(wanted, node, token_s, rest)
-        source = rest.source if fetches else None
+        here_s, fetches = local_s(wanted, node, token_s, offer.rest)
+        source = offer.rest.source if fetches else None
         hit_tokens = wanted.hit_of(node.name) if source is None else source.num_tokens
         request = _request(wanted, hit_tokens, near)
         here = Directed(
@@ -122,47 +172,36 @@ class Director:
             source=source,
             predicted_ttft_s=None if node.token_s is None else here_s,
         )
-        if wanted.force == "local" or not near:
-            return here._replace(reason="no_peer") if node.only_decodes else here
+        if wanted.force == "local":
+            return here._replace(reason="forced")
         if node.only_decodes and request.uncached_tokens <= MAX_TOKENS_AT_DECODER:
             return here
-        own_request = _request(wanted, wanted.hit_of(node.name), near)
-        route = self._near.decide(
-            own_request, local=LocalView(), now_s=now_s, force="remote", among=near
-        )
-        there = Directed(
-            "near",
-            "pd_prefill" if node.only_decodes else "pd_prefill_earlier",
-            own_request,
-            prefill_at=route.peer,
-            predicted_ttft_s=route.predicted_ttft_s,
-        )
-        if route.peer is None:
-            return here._replace(reason=route.reason) if node.only_decodes else here
-        if node.only_decodes:
+        there = self._there(wanted, node, near, now_s)
+        if there.prefill_at is None:
+            return here._replace(reason=there.reason) if node.only_decodes else here
+        if node.only_decodes or wanted.force == "remote":
             return there
         here_known_s, there_s = here.predicted_ttft_s, there.predicted_ttft_s
         if here_known_s is None or there_s is None or there_s > here_known_s - NEAR_GAIN_S:
             return here
         return there
 
-    def _outside(
-        self, wanted: Wanted, node: Standing, inside: Directed, route: Route, wide: list[PeerView]
+    def _there(
+        self, wanted: Wanted, node: Standing, near: list[PeerView], now_s: float
     ) -> Directed:
-        """Return the prefill at a PrfaaS node; a prefix of the cluster comes first if its link is slow."""
-        assert route.peer is not None
-        source = inside.source
-        if source is not None:
-            byte_s = next(peer.byte_s for peer in wide if peer.peer == route.peer)
-            if byte_s <= FETCH_LINK_RATIO * self._links.near_byte_s(source.node):
-                source = None
-        hit_tokens = wanted.hit_of(node.name) if source is None else source.num_tokens
+        """Return the best PD-P, or why there is none."""
+        request = _request(wanted, wanted.hit_of(node.name), near)
+        route = self._near.decide(
+            request, local=LocalView(), now_s=now_s, force="remote", among=near
+        )
+        reason: PlacementReason = "pd_prefill" if node.only_decodes else "pd_prefill_earlier"
+        if route.peer is None or wanted.force == "remote":
+            reason = route.reason
         return Directed(
-            "wide",
-            route.reason,
-            _request(wanted, hit_tokens, wide),
+            "near",
+            reason,
+            request,
             prefill_at=route.peer,
-            source=source,
             predicted_ttft_s=route.predicted_ttft_s,
         )
 
@@ -208,15 +247,22 @@ def _request(wanted: Wanted, hit_tokens: int, peers: list[PeerView]) -> RouteReq
         num_tokens=wanted.num_tokens,
         hit_tokens=hit_tokens,
         num_kv_bytes=wanted.kv_bytes(wanted.num_tokens, hit_tokens),
+        num_tail_bytes=wanted.tail_bytes(wanted.num_tokens, hit_tokens),
         peer_hit_tokens={p.peer: wanted.hit_of(p.peer) for p in peers if p.peer in hits},
     )
 
 
-def _as_local(inside: Directed, node: Standing, guess: Assumed) -> LocalView:
-    """Return the view of an engine that would take as long as the cluster does."""
-    predicted_s = inside.predicted_ttft_s
-    if predicted_s is None:
-        return LocalView(num_waiting_tokens=node.load.queue_tokens)
-    token_s = node.token_s if node.token_s is not None else guess.token_s
-    waiting = predicted_s / token_s - inside.request.uncached_tokens
-    return LocalView(num_waiting_tokens=max(0, round(waiting)), prefill_tokens_per_s=1 / token_s)
+def _as_local(inside: Directed, request: RouteRequest, node: Standing) -> LocalView:
+    """Return the view of an engine that would take as long for the request as the cluster does."""
+    load, predicted_s = node.load, inside.predicted_ttft_s
+    num_waiting = 0 if inside.side == "near" else load.num_queued
+    if predicted_s is None or predicted_s <= 0:
+        return LocalView(num_waiting_tokens=load.queue_tokens, num_waiting=num_waiting)
+    uncached_tokens = request.uncached_tokens
+    token_s = node.token_s or predicted_s / uncached_tokens
+    waiting = round(predicted_s / token_s) - uncached_tokens
+    if waiting < 0:
+        waiting, token_s = 0, predicted_s / uncached_tokens
+    return LocalView(
+        num_waiting_tokens=waiting, num_waiting=num_waiting, prefill_tokens_per_s=1 / token_s
+    )

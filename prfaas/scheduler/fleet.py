@@ -194,7 +194,7 @@ class Fleet:
         assert request_id not in self._placed, f"{request_id} is placed"
         if wanted.kv_bytes is not no_bytes:
             self._kv_bytes = wanted.kv_bytes
-        decided = self._decide(wanted, now_s)
+        decided = self._decide(wanted, now_s, request_id)
         if isinstance(decided, NoNode):
             return decided
         choice, directed = decided
@@ -292,13 +292,18 @@ class Fleet:
 
     def _forget(self, name: str) -> None:
         del self._nodes[name]
+        named = {node.heartbeat.cluster for node in self._pd_nodes()}
+        self._clusters = {name: each for name, each in self._clusters.items() if name in named}
         for cluster in self._clusters.values():
             cluster.forget(name)
 
     def _pd_nodes(self) -> Iterable[Standing]:
         return (node for node in self._nodes.values() if node.heartbeat.role == "pd")
 
-    def _decide(self, wanted: Wanted, now_s: float) -> tuple[Choice, Directed] | NoNode:
+    def _decide(
+        self, wanted: Wanted, now_s: float, request_id: str | None = None
+    ) -> tuple[Choice, Directed] | NoNode:
+        """Return the decoder and where it prefills, booked with a router under an id."""
         nodes = list(self._nodes.values())
         guess = self._assumed
         offers = {
@@ -311,7 +316,8 @@ class Fleet:
             return choice
         name = choice.node.heartbeat.cluster
         director = self._clusters[name].director
-        return choice, director.direct(wanted, choice.node, offers[name], guess, now_s)
+        directed = director.direct(wanted, choice.node, offers[name], guess, now_s, request_id)
+        return choice, directed
 
     def _placement(self, choice: Choice, directed: Directed) -> Placement:
         predicted_s = directed.predicted_ttft_s
@@ -332,7 +338,7 @@ class Fleet:
         request, prefill = directed.request, None
         if directed.prefill_at is not None:
             prefill = self._nodes[directed.prefill_at]
-        placed = self._placed[request_id] = _Placed(
+        self._placed[request_id] = _Placed(
             decode=node,
             prefill=prefill,
             side=directed.side,
@@ -345,7 +351,6 @@ class Fleet:
         node.load.sent(request_id, 0 if prefill else request.uncached_tokens, now_s)
         if prefill is not None:
             prefill.load.sent(request_id, request.peer_tokens(prefill.name), now_s)
-            placed.cluster.book(request_id, directed, now_s)
 
     def _prefilled(self, request_id: str, placed: _Placed, outcome: Outcome, now_s: float) -> None:
         """Take a prefill out of flight, once."""

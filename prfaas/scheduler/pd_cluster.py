@@ -10,14 +10,14 @@ from dataclasses import replace
 from math import inf
 
 from prfaas.scheduler.conversion import Converter
-from prfaas.scheduler.directing import Directed, Director, Offer, Side
+from prfaas.scheduler.directing import Director, Offer, Side
 from prfaas.scheduler.links import Links
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.scheduler.placing import Assumed, Elsewhere, Source, Wanted, prefill_refusal
 from prfaas.scheduler.rebalancer import RebalanceOptions
 from prfaas.scheduler.router import Outcome, Router
 from prfaas.scheduler.standing import Standing
-from prfaas.scheduler.view import LocalView, PeerView
+from prfaas.scheduler.view import PeerView
 
 
 class PdCluster:
@@ -71,20 +71,6 @@ class PdCluster:
         rest = self._elsewhere(wanted, near_views, wide_views, source, guess, now_s)
         return Offer(near=near_views, wide=wide_views, rest=rest, foreign=foreign)
 
-    def book(self, request_id: str, directed: Directed, now_s: float) -> None:
-        """Count a directed prefill as in flight at its node, until `prefilled`."""
-        router = self._router(directed.side)
-        assert directed.prefill_at is not None
-        route = router.route(
-            request_id,
-            directed.request,
-            local=LocalView(),
-            now_s=now_s,
-            force="remote",
-            among=(router.peer(directed.prefill_at),),
-        )
-        assert route.peer == directed.prefill_at, f"{route} instead of {directed.prefill_at}"
-
     def prefilled(self, request_id: str, side: Side, outcome: Outcome, now_s: float) -> None:
         """Take a prefill out of flight, and learn from how it went."""
         self._router(side).ended(request_id, outcome, now_s=now_s)
@@ -93,7 +79,7 @@ class PdCluster:
         """Route by t as last solved for, if it was left to the fleet."""
         threshold = self.converter.threshold_tokens
         if threshold is not None and self.options.threshold_tokens is None:
-            self.wide.set_threshold(round(threshold))
+            self.wide.set_threshold(threshold)
 
     def check(self) -> None:
         """Check both routers."""

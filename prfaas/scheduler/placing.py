@@ -53,7 +53,11 @@ FULL_FRACTION = 0.98
 """Of the pages: with more in use, one waits for others to end."""
 ALIKE_FRACTION, ALIKE_S = 0.02, 1e-3
 """Costs that differ by less are alike: predictions are not that good."""
+MAX_TOKENS_AT_DECODER = 128
+"""So few lacking tokens a node that only decodes computes itself: a transfer takes longer."""
 MIN_FETCH_GAIN_S = 0.01
+FETCH_CONCERN = 1.0
+"""Of the time of a fetched prefix, that it costs others."""
 MIN_RETRY_S = 1.0
 """By then a heartbeat may have changed everything."""
 
@@ -71,6 +75,8 @@ class Wanted:
     hits: Mapping[str, int] = field(default_factory=dict)
     """Node -> leading tokens that its cache has, as far as is known."""
     kv_bytes: KvBytes = no_bytes
+    tail_bytes: KvBytes = no_bytes
+    """The part of these that only the last token makes: windows and states."""
     force: RouteName | None = None
     numerics: str | None = None
     """The fingerprint that the answer began in; None for one that has not begun."""
@@ -277,9 +283,16 @@ def choose(
 def cost_s(wanted: Wanted, node: Standing, rest: Elsewhere, guess: Assumed) -> float:
     """Return the seconds to the first token if a node decodes, wherever the prefill is, and what the crowd costs."""
     token_s = node.token_s if node.token_s is not None else guess.token_s
-    here_s, _ = local_s(wanted, node, token_s, rest)
-    there_s = rest.prefill_s(wanted.hit_of(node.name) if wanted.hits else 0)
-    return min(here_s, there_s) + crowd_s(node, guess)
+    hit_tokens = wanted.hit_of(node.name) if wanted.hits else 0
+    there_s = rest.prefill_s(hit_tokens)
+    crowded_s = crowd_s(node, guess)
+    is_little = wanted.num_tokens - hit_tokens <= MAX_TOKENS_AT_DECODER
+    if node.only_decodes and there_s < inf and not is_little:
+        return there_s + crowded_s
+    here_s, fetches = local_s(wanted, node, token_s, rest)
+    if fetches:  # it takes pages and a link, too, that others want
+        here_s += FETCH_CONCERN * rest.fetch_s(hit_tokens)
+    return min(here_s, there_s) + crowded_s
 
 
 def decode_refusal(wanted: Wanted, node: Standing, now_s: float) -> NoNodeReason | None:
@@ -308,7 +321,8 @@ def no_node(wanted: Wanted, standings: Iterable[Standing], now_s: float) -> NoNo
     reasons: list[tuple[NoNodeReason, Standing]] = [
         (decode_refusal(wanted, node, now_s) or "no_node", node) for node in standings
     ]
-    reason = min((reason for reason, _ in reasons), key=REFUSALS.index, default="no_node")
+    met = {reason for reason, _ in reasons}
+    reason: NoNodeReason = next((each for each in REFUSALS if each in met), "no_node")
     waits = [node.retry_after_s(now_s) for each, node in reasons if each == reason]
     return NoNode(reason=reason, retry_after_s=max(MIN_RETRY_S, min(waits, default=0.0)))
 

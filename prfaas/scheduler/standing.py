@@ -60,6 +60,12 @@ class Load:
         """Prompt tokens to prefill."""
 
     @property
+    def num_queued(self) -> int:
+        """Return how many prompts of ours wait for their prefill there, or are in it."""
+        on_the_way = sum(tokens > 0 for _, tokens in self._on_the_way.values())
+        return on_the_way + sum(tokens > 0 for tokens in self._there.values())
+
+    @property
     def inflight(self) -> set[str]:
         """Return our requests that are there, or on the way."""
         return {*self._on_the_way, *self._there}
@@ -221,7 +227,7 @@ class Standing:
     def refusal(self, now_s: float) -> Refusal | None:
         """Return why nothing may be sent there now, or None."""
         state = self.state(now_s)
-        return None if state == "ready" or state == "late" else state  # noqa: PLR1714 - narrows
+        return None if state == "ready" or state == "late" else state
 
     def is_second_choice(self, now_s: float) -> bool:
         """Return whether any other node is better: its heartbeat is late, or it is on trial and busy."""
