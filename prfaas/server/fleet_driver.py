@@ -4,7 +4,6 @@ The first node decides what the fleet computes, until no node is left; another o
 else is refused. Where a node is placed, whom it is told to know and which mode it takes is `Fleet`'s.
 """
 
-import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -72,9 +71,8 @@ class FleetDriver:
         """
         beat = message.heartbeat
         self._check_compatible(message)
-        was_known = self.fleet.is_known(beat.node) and self._said[beat.node].heartbeat.epoch == (
-            beat.epoch
-        )
+        before = self._said.get(beat.node)
+        was_known = before is not None and before.heartbeat.epoch == beat.epoch
         numerics = message.identity.numerics_fingerprint
         if not self.fleet.heard(beat, self._clock(), numerics=numerics):
             raise Overloaded(
@@ -176,14 +174,8 @@ class FleetDriver:
 
     # ------------------------------------------------------------ its life
 
-    async def run(self) -> None:
-        """Forget nodes that are silent and decide about modes, until cancelled."""
-        while True:
-            await asyncio.sleep(PERIOD_S)
-            await self.look()
-
     async def look(self) -> None:
-        """Do once what `run` does."""
+        """Forget nodes that are silent and decide about modes; to be called each second."""
         now_s = self._clock()
         for node in self.fleet.expire(now_s):
             log.warning("node.lost", node=node)

@@ -1,8 +1,5 @@
 """A scheduler's connections to the nodes of its fleet."""
 
-from collections.abc import Callable, Coroutine
-from typing import Any
-
 from prfaas.errors import TransferError
 from prfaas.transport.address import parse_address
 from prfaas.transport.options import TransportOptions
@@ -11,22 +8,14 @@ from prfaas.transport.signed_http import SignedHttp
 
 
 class NodeLinks:
-    """One client for each node that was asked for something.
+    """One client for each node that was asked for something."""
 
-    Args:
-        spawn: runs what closes a client.
-    """
-
-    def __init__(
-        self,
-        options: TransportOptions,
-        security: ChannelSecurity,
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
-    ) -> None:
+    def __init__(self, options: TransportOptions, security: ChannelSecurity) -> None:
         self._options = options
         self._security = security
-        self._spawn = spawn
         self._clients: dict[str, SignedHttp] = {}
+        self._retired: list[SignedHttp] = []
+        """Of nodes that have left, while they still answer what they were asked before."""
 
     def to(self, node: str) -> SignedHttp:
         """Return the client of a node; raises TransferError for a name that is no address."""
@@ -41,13 +30,22 @@ class NodeLinks:
         return client
 
     def forget(self, node: str) -> None:
-        """Close the connections to a node that is gone, and with them what runs over them."""
+        """Ask a node that is gone for nothing more; `sweep` closes its connections."""
         client = self._clients.pop(node, None)
         if client is not None:
-            self._spawn(client.close())
+            self._retired.append(client)
+
+    async def sweep(self) -> None:
+        """Close the connections to forgotten nodes over which nothing runs."""
+        idle = [client for client in self._retired if not client.num_answers]
+        self._retired = [client for client in self._retired if client.num_answers]
+        for client in idle:
+            await client.close()
 
     async def close(self) -> None:
-        """Close all connections."""
-        while self._clients:
-            _, client = self._clients.popitem()
+        """Close all connections, and with them what runs over them."""
+        clients = [*self._clients.values(), *self._retired]
+        self._clients.clear()
+        self._retired.clear()
+        for client in clients:
             await client.close()

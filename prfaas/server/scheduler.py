@@ -20,6 +20,7 @@ from prfaas.log import get_logger
 from prfaas.models.store import resolve
 from prfaas.scheduler.explaining import Explanation
 from prfaas.scheduler.fleet import Fleet, Member
+from prfaas.scheduler.heartbeat import PERIOD_S
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.scheduler.placing import Wanted
 from prfaas.server.fleet_driver import FleetDriver
@@ -62,9 +63,9 @@ class SchedulerNode:
         self._options = options
         self._clock = clock
         security = security or ChannelSecurity()
-        self._links = NodeLinks(options, security, self._spawn)
+        self._links = NodeLinks(options, security)
         self.driver = FleetDriver(
-            fleet=Fleet(scheduler),
+            fleet=Fleet(scheduler, rebalance=scheduler.rebalance),
             tokenizer_fingerprint=tokenizer.fingerprint,
             template_fingerprint=chat_template.fingerprint,
             accept_approximate=options.accept_numerics == "approximate",
@@ -132,7 +133,13 @@ class SchedulerNode:
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Begin to look after the fleet; every task is put into `tasks`."""
         self._tasks = tasks
-        self._look_task = self._spawn(self.driver.run())
+        self._look_task = self._spawn(self._look())
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            await self.driver.look()
+            await self._links.sweep()
 
     def drain(self) -> None:
         """Nodes are heard on: what runs may still need them."""

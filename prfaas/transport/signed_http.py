@@ -65,6 +65,8 @@ class SignedHttp:
     ) -> None:
         self.address = address
         self.trust = Trust()
+        self.num_answers = 0
+        """Of many lines, that are being read."""
         self._options = options
         self._cluster_key = security.cluster_key
         tls = security.tls
@@ -113,10 +115,12 @@ class SignedHttp:
         session = self.trust.session
         key = None if session is None else answer_key(session, counter)
         reader = LineReader(key, max_line_bytes=max_line_bytes)
+        self.num_answers += 1
         try:
             yield AnswerLines(response, reader, self.address, silence_s)
             await _drain(response)
         finally:
+            self.num_answers -= 1
             response.close()
 
     async def _ask(

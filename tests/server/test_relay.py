@@ -121,7 +121,7 @@ async def test_a_node_that_works_long_and_says_so_is_waited_for():
         asked = request(max_tokens=MAX_TOKENS)
         async with asyncio.TaskGroup() as tasks:
             answer = tasks.create_task(fleet.host.ask(asked))
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(1.2)
             node.release.set()
         assert answer.result().tokens == expected(asked)
         assert answer.result().record.retries == 0
@@ -261,3 +261,22 @@ async def test_a_burst_is_spread_over_the_nodes_at_once():
             assert [len(node.asked) for node in fleet.nodes] == [4, 4]
             for node in fleet.nodes:
                 node.release.set()
+
+
+async def test_a_node_that_leaves_finishes_what_it_has_begun():
+    async with scripted_fleet(2, key=KEY) as fleet:
+        asked = request(max_tokens=MAX_TOKENS)
+        leaving = await first_asked(fleet, asked)
+        leaving.hold_at = 2
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(fleet.host.ask(asked))
+            await until(lambda: leaving.num_running == 1)
+            await fleet.leave(leaving)
+            for _ in range(2):
+                assert (await fleet.host.ask(request(max_tokens=2))).record.node != leaving.name
+            await fleet.scheduler._links.sweep()
+            leaving.release.set()
+        assert answer.result().tokens == expected(asked)
+        assert answer.result().record.retries == 0
+        await fleet.scheduler._links.sweep()
+        assert not fleet.scheduler._links._retired

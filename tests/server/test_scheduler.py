@@ -1,0 +1,215 @@
+"""The scheduler's HTTP face: one API in front of many nodes, and its own door for them."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from prfaas.clock import monotonic_s
+from prfaas.config.options import HttpOptions, ModelOptions, NodeConfig
+from prfaas.errors import TransferError, UntrustedPeer
+from prfaas.scheduler.options import SchedulerOptions
+from prfaas.scheduler.placing import Placement
+from prfaas.server.app import Face
+from prfaas.server.fleet_client import FleetClient
+from prfaas.server.lifecycle import Lifecycle
+from prfaas.server.listening import Listener, bind_socket
+from prfaas.server.metrics import Metrics
+from prfaas.server.scheduler import SchedulerNode
+from prfaas.transport.address import PeerAddress
+from prfaas.transport.cluster_key import ClusterKey
+from prfaas.transport.fleet_messages import FLEET_PREFIX
+from prfaas.transport.security import ChannelSecurity
+from tests.server.fake_node import TOKENIZER
+from tests.server.fleet import request
+from tests.server.fleet_nodes import PATIENT, TEMPLATE, ScriptedNode
+from tests.server.http_face import TEXT, parse_events, strict_json
+
+KEY, OTHER_KEY = ClusterKey(b"0123456789abcdef"), ClusterKey(b"fedcba9876543210")
+API_KEY = "operator"
+
+
+@dataclass
+class SchedulerFace:
+    node: SchedulerNode
+    session: aiohttp.ClientSession
+    address: PeerAddress
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(f"http://{self.address}{path}") as response:
+            return response.status, strict_json(await response.read())
+
+    async def complete(self, **fields: Any) -> tuple[int, Any, Any]:
+        body = {**TEXT, "prompt": [5, 6, 7], "max_tokens": 6, "seed": 3, **fields}
+        url = f"http://{self.address}/v1/completions"
+        async with self.session.post(url, json=body) as response:
+            data = await response.read()
+        answer = parse_events(data.decode()) if fields.get("stream") else strict_json(data)
+        return response.status, answer, response.headers
+
+
+@contextlib.asynccontextmanager
+async def scheduler_face(
+    num_nodes: int = 2, *, key: ClusterKey | None = KEY, api_key: str | None = None
+) -> AsyncIterator[tuple[SchedulerFace, list[ScriptedNode]]]:
+    config = NodeConfig(
+        role="scheduler",
+        model=ModelOptions(served_model_name="tiny"),
+        http=HttpOptions(port=0, api_key=api_key),
+    )
+    security = ChannelSecurity(cluster_key=key)
+    node = SchedulerNode(
+        tokenizer=TOKENIZER,
+        chat_template=TEMPLATE,
+        options=PATIENT,
+        scheduler=SchedulerOptions(),
+        clock=monotonic_s,
+        security=security,
+    )
+    listening = bind_socket("127.0.0.1", 0)
+    address = PeerAddress("127.0.0.1", listening.getsockname()[1])
+    nodes = [ScriptedNode(key=key) for _ in range(num_nodes)]
+    client = FleetClient(address, PATIENT, security)
+    with Face(config, Lifecycle(), Metrics()) as face:
+        async with (
+            asyncio.timeout(60),
+            asyncio.TaskGroup() as tasks,
+            Listener(listening, config.http) as listener,
+            aiohttp.ClientSession(headers={"X-Api-Key": api_key or ""}) as session,
+        ):
+            await node.start(tasks)
+            await listener.show(face.node_app(node))
+            face.start_serving(node)
+            try:
+                for each in nodes:
+                    await each.start()
+                    await client.heartbeat(each.message())
+                yield SchedulerFace(node, session, address), nodes
+            finally:
+                for each in nodes:
+                    await each.close()
+                await client.close()
+                await node.close()
+
+
+def text_of(events: list[Any]) -> str:
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+async def test_a_scheduler_without_nodes_lives_and_is_not_ready():
+    async with scheduler_face(0) as (face, _):
+        assert (await face.get("/health"))[0] == 200
+        status, body = await face.get("/ready")
+        assert (status, "no pd node" in str(body)) == (503, True)
+        status, body, headers = await face.complete()
+        assert status == 503
+        assert int(headers["Retry-After"]) >= 1
+        assert body["error"]["type"] == "overloaded_error"
+
+
+async def test_an_answer_is_the_same_when_its_node_dies_after_the_first_delta():
+    async with scheduler_face(2) as (face, nodes):
+        assert (await face.get("/ready"))[0] == 200
+        _, whole, _ = await face.complete()
+        text = whole["choices"][0]["text"]
+        placed = (await face.node.explain(request(prompt_tokens=(5, 6, 7)))).answer
+        assert isinstance(placed, Placement)
+        (dying,) = (node for node in nodes if node.name == placed.decode_at)
+        dying.die_at = 1
+        status, events, headers = await face.complete(
+            stream=True, stream_options={"include_usage": True}
+        )
+        assert (status, text_of(events)) == (200, text)
+        assert headers["X-Prfaas-Route"] == "local"
+        story = events[-1]["usage"]["prfaas"]
+        assert (story["retries"], story["node"] != dying.name) == (1, True)
+        assert events[-1]["usage"]["completion_tokens"] == 6
+
+
+async def test_an_answer_that_nobody_can_continue_ends_with_an_error_and_nothing_twice():
+    async with scheduler_face(2) as (face, nodes):
+        _, whole, _ = await face.complete()
+        for node in nodes:
+            node.die_at = 2
+        status, (*events, last), _ = await face.complete(stream=True)
+        assert status == 200
+        assert last["error"]["code"] == "engine_error"
+        assert whole["choices"][0]["text"].startswith(text_of(events))
+        status, body, _ = await face.complete()
+        assert (status, body["error"]["type"]) == (503, "overloaded_error")  # both are suspected
+
+
+async def test_the_story_says_which_node_answered_and_why():
+    async with scheduler_face(2) as (face, nodes):
+        _, whole, _ = await face.complete()
+        story = whole["usage"]["prfaas"]
+        assert story["node"] in {node.name for node in nodes}
+        assert story["node_reason"]
+        assert story["retries"] == 0
+        answer_id = whole["id"]
+        status, record = await face.get(f"/debug/requests/{answer_id}")
+        assert (status, record["node"]) == (200, story["node"])
+
+
+async def test_the_api_key_and_the_cluster_key_open_different_doors():
+    async with scheduler_face(1, api_key=API_KEY) as (face, (node,)):
+        assert (await face.complete())[0] == 200
+        async with aiohttp.ClientSession() as stranger:
+            url = f"http://{face.address}"
+            async with stranger.post(f"{url}/v1/completions", json=TEXT) as response:
+                assert response.status == 401
+        for path in ("heartbeat", "leave"):
+            async with face.session.post(
+                f"http://{face.address}{FLEET_PREFIX}{path}", json={"node": node.name, "epoch": 1}
+            ) as response:
+                assert response.status == 401
+        assert len(face.node.members()) == 1
+
+
+@pytest.mark.parametrize("key", [None, OTHER_KEY], ids=["no key", "another key"])
+async def test_a_node_without_our_key_does_not_get_into_the_fleet(key):
+    async with scheduler_face(0) as (face, _):
+        stranger = ScriptedNode(key=key)
+        stranger.name = "127.0.0.1:9"
+        client = FleetClient(face.address, PATIENT, ChannelSecurity(cluster_key=key))
+        try:
+            with pytest.raises(UntrustedPeer):
+                await client.heartbeat(stranger.message())
+            with pytest.raises(UntrustedPeer):
+                await client.leave(stranger.name, stranger.epoch, stranger.identity)
+        finally:
+            await client.close()
+        assert face.node.members() == ()
+
+
+async def test_a_node_that_wants_proof_finds_a_scheduler_without_a_key():
+    async with scheduler_face(0, key=None) as (face, _):
+        node = ScriptedNode(key=KEY)
+        node.name = "127.0.0.1:9"
+        client = FleetClient(face.address, PATIENT, ChannelSecurity(cluster_key=KEY))
+        try:
+            with pytest.raises(UntrustedPeer, match="has no cluster key"):
+                await client.heartbeat(node.message())
+        finally:
+            await client.close()
+
+
+async def test_a_heartbeat_that_makes_no_sense_is_refused_and_changes_nothing():
+    async with scheduler_face(1, key=None) as (face, (node,)):
+        url = f"http://{face.address}{FLEET_PREFIX}heartbeat"
+        for body in (b"", b"{}", b"[]", b'{"node":"x"}'):
+            async with face.session.post(url, data=body) as response:
+                assert response.status == 400
+                assert strict_json(await response.read())["error"]["message"]
+        client = FleetClient(face.address, PATIENT)
+        other = replace(node.message(), identity=replace(node.identity, kv_dtype="other"))
+        try:
+            with pytest.raises(TransferError, match=r"kv_dtype differs: 'bytes' here"):
+                await client.heartbeat(other)
+        finally:
+            await client.close()
+        assert [member.node for member in face.node.members()] == [node.name]
