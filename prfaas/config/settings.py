@@ -399,7 +399,7 @@ SETTINGS: tuple[Setting, ...] = (
         "scheduler.rebalance_prompts",
         "The last so many prompts are what they are solved for.",
         minimum=20,
-        maximum=1_000_000,
+        maximum=10_000,
         roles=_API,
     ),
     _setting(

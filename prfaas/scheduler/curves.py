@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,15 @@ class CubicCurve:
 
 
 Curve = PolynomialCurve | LinearCurve | CubicCurve
+
+
+def scaled(curve: Curve, factor: float) -> Curve:
+    """Return the curve with every value multiplied. Raises ValueError unless the factor is above 0."""
+    if not 0 < factor < inf:
+        raise ValueError(f"a curve times {factor}")
+    if isinstance(curve, PolynomialCurve):
+        return PolynomialCurve(coefficients=tuple(c * factor for c in curve.coefficients))
+    return type(curve)(tokens=curve.tokens, values=tuple(value * factor for value in curve.values))
 
 
 def check_points(tokens: Sequence[float], values: Sequence[float]) -> None:

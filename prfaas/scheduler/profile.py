@@ -88,6 +88,8 @@ class Prior:
     """So many times as fast is this node."""
     link: Link | None = None
     """To its peer."""
+    decode: DecodeProfile | None = None
+    """Of its steps, at speed 1."""
 
     def prefill_tokens_per_s(self, num_tokens: int) -> float | None:
         """Return the rate at which a prompt of that many tokens is prefilled; None for an empty one."""

@@ -29,7 +29,12 @@ def read_prior(config: NodeConfig, layout: CacheLayout) -> Prior | None:
                 f"{path}: profile {profile.name} keeps {expected:,.0f} bytes for {MEMORY_TOKENS} tokens, "
                 f"this model {own:,}: it is of another model or dtype"
             )
-    return Prior(prefill_s=profile.prefill_s, speed=config.replay.speed, link=profile.link)
+    return Prior(
+        prefill_s=profile.prefill_s,
+        speed=config.replay.speed,
+        link=profile.link,
+        decode=profile.decode,
+    )
 
 
 def expected_tokens_per_s(prior: Prior | None) -> float:

@@ -4,10 +4,13 @@ from collections.abc import Mapping
 
 from prfaas.cache.spec import CacheLayout
 from prfaas.clock import Clock
+from prfaas.engine.rate import MEMORY_TOKENS
+from prfaas.scheduler.correction import RateCorrection
 from prfaas.scheduler.monitor import TransferRates
 from prfaas.scheduler.profile import Prior
 from prfaas.scheduler.router import FIRST_BACKOFF_S, Outcome, Route, Router, RouteRequest
 from prfaas.scheduler.view import LocalView
+from prfaas.server.adapting import Adapting
 from prfaas.server.engine_thread import EngineThread
 from prfaas.types import Request, RouteName
 
@@ -23,12 +26,27 @@ class PromptRouter:
         layout: CacheLayout,
         clock: Clock,
         prior: Prior | None = None,
+        snapshot_tokens: int = 0,
+        adapting: Adapting | None = None,
     ) -> None:
+        """Begin without anything observed.
+
+        Args:
+            router: the peers.
+            engine: this node's.
+            layout: of its KV.
+            clock: of router and engine.
+            prior: what its profile says of the engine.
+            snapshot_tokens: between two snapshots of a transfer; 0 is none.
+            adapting: what hears of every request.
+        """
         self._router = router
         self._engine = engine
         self._layout = layout
         self._clock = clock
-        self._prior = prior
+        self._correction = RateCorrection(prior, memory_tokens=MEMORY_TOKENS)
+        self._snapshot_tokens = snapshot_tokens
+        self._adapting = adapting
 
     def route(
         self,
@@ -36,23 +54,41 @@ class PromptRouter:
         hit_tokens: int,
         peer_hits: Mapping[str, int] | None = None,
         force: RouteName | None = None,
+        *,
+        only: str | None = None,
     ) -> Route:
         """Return where the prompt is prefilled; a remote route is in flight until `ended`.
 
-        `hit_tokens` of it are here, `peer_hits` at peers by their names; those left out have none.
+        `hit_tokens` of it are here, `peer_hits` at peers by their names; those left out have none. `only`
+        names the one peer that may take it.
         """
-        num_tokens = len(request.prompt_tokens)
-        return self._router.route(
+        uncached_tokens = len(request.prompt_tokens) - hit_tokens
+        route = self._router.route(
             request.request_id,
-            RouteRequest(
-                num_tokens=num_tokens,
-                hit_tokens=hit_tokens,
-                num_kv_bytes=self._layout.bytes_needed(num_tokens, hit_tokens),
-                peer_hit_tokens=peer_hits or {},
-            ),
-            local=self.local_view(num_tokens - hit_tokens),
+            self._asked(len(request.prompt_tokens), hit_tokens, peer_hits or {}),
+            local=self.local_view(uncached_tokens),
             now_s=self._clock(),
             force=force,
+            among=None if only is None else (self._router.peer(only),),
+        )
+        if route.name == "local":
+            self._correction.computed(uncached_tokens)
+        return route
+
+    def _asked(
+        self, num_tokens: int, hit_tokens: int, peer_hits: Mapping[str, int]
+    ) -> RouteRequest:
+        num_bytes = self._layout.bytes_needed(num_tokens, hit_tokens)
+        tail_bytes = num_bytes - self._layout.streamed_bytes(num_tokens, hit_tokens)
+        if self._snapshot_tokens:  # each is windows and states, as those at the end
+            every = self._snapshot_tokens
+            num_bytes += tail_bytes * (num_tokens // every - hit_tokens // every)
+        return RouteRequest(
+            num_tokens=num_tokens,
+            hit_tokens=hit_tokens,
+            num_kv_bytes=num_bytes,
+            num_tail_bytes=tail_bytes,
+            peer_hit_tokens=peer_hits,
         )
 
     def ended(
@@ -71,7 +107,15 @@ class PromptRouter:
     def local_view(self, num_tokens: int) -> LocalView:
         """Return the view for a prompt that leaves `num_tokens` to compute."""
         load = self._engine.load()
-        rate: float | None = load.prefill_tokens_per_s
-        if not rate and self._prior is not None:
-            rate = self._prior.prefill_tokens_per_s(num_tokens)
-        return LocalView(num_waiting_tokens=load.num_waiting_tokens, prefill_tokens_per_s=rate)
+        return LocalView(
+            num_waiting_tokens=load.num_waiting_tokens,
+            num_waiting=load.num_waiting,
+            prefill_tokens_per_s=self._correction.tokens_per_s(
+                num_tokens, load.prefill_tokens_per_s
+            ),
+        )
+
+    def saw(self, uncached_tokens: int, output_tokens: int) -> None:
+        """Take note of a request that is done, for the long time scale."""
+        if self._adapting is not None:
+            self._adapting.saw(uncached_tokens, output_tokens)

@@ -66,7 +66,7 @@ def test_the_policy_in_force_and_its_first_threshold(flags, policy, tokens):
         ("rebalance_dwell_s", "-1", "-1 is below the minimum of 0"),
         ("rebalance_dwell_s", math.inf, "expected a finite number, not inf"),
         ("rebalance_prompts", "19", "19 is below the minimum of 20"),
-        ("rebalance_prompts", "1000001", "is above the maximum of 1000000"),
+        ("rebalance_prompts", "10001", "is above the maximum of 10000"),
     ],
 )
 def test_a_knob_out_of_bounds_is_refused_with_value_and_limit(key, raw, message):
