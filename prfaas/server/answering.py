@@ -17,6 +17,7 @@ from prfaas.server.node import Generation, ServingNode
 from prfaas.server.openai.answers import AnswerHead, Json, Piece, to_json, usage_body
 from prfaas.server.records import RecordRing
 from prfaas.server.sse import EventStream
+from prfaas.server.story_counts import StoryCounts
 from prfaas.types import Request, RequestRecord, TokenEvent
 
 MAX_REASON_CHARS = 200
@@ -134,7 +135,14 @@ class Answerer:
         Raises:
             PrfaasError: the request failed and no byte of the answer has been sent.
         """
-        story = _Story(self._metrics, self._records, self._clock, job)
+        story = _Story(
+            StoryCounts(
+                self._metrics,
+                self._records,
+                self._clock,
+                arrival_s=job.requests[0].arrival_s,
+            )
+        )
         try:
             async with generate_all(self._node, job.requests) as merged:
                 story.answer = answer = Answer(job, self._node, merged)
@@ -227,62 +235,25 @@ class Answerer:
 
 
 class _Story:
-    """Counts one answer: each token, and the end exactly once."""
+    """Counts one answer's steps as they are made of its events."""
 
-    def __init__(self, metrics: Metrics, records: RecordRing, clock: Clock, job: Job) -> None:
-        self._metrics = metrics
-        self._records = records
-        self._clock = clock
-        self._job = job
-        self._last_s: dict[int, float] = {}
-        self._has_ended = False
+    def __init__(self, counts: StoryCounts) -> None:
+        self._counts = counts
         self.answer: Answer | None = None
 
     def step(self, prompt_index: int, event: TokenEvent) -> Step | None:
         assert self.answer is not None
         step = self.answer.push(prompt_index, event)
-        if step is None:
-            return None
-        now_s = self._clock()
-        if step.is_first:
-            for record in self.answer.records():
-                self._records.add(record)
-        else:
-            self._metrics.record_token_gap(now_s - self._last_s[step.index])
-        self._last_s[step.index] = now_s
+        if step is not None:
+            self._counts.token(step.index, self.answer.records())
         return step
 
     def finished(self) -> None:
         assert self.answer is not None
-        self._has_ended = True
-        e2e_s = self._clock() - self._job.requests[0].arrival_s
-        for record in self.answer.records():
-            self._metrics.record_finished(record, e2e_s=e2e_s)
-            log.info(
-                "request.finished",
-                engine_request_id=record.request_id,
-                route=record.route,
-                reason=record.reason,
-                prompt_tokens=record.prompt_tokens,
-                tokens_reused=record.tokens_reused,
-                tokens_remote=record.tokens_remote,
-                bytes_received=record.bytes_received,
-                completion_tokens=record.completion_tokens,
-                ttft_s=record.ttft_s,
-                e2e_s=e2e_s,
-            )
+        self._counts.finished(self.answer.records())
 
     def failed(self, reason: str) -> None:
-        if self._has_ended:
-            return
-        self._has_ended = True
-        records = self.answer.records() if self.answer is not None else []
-        if not records:
-            self._metrics.record_failed(None, reason=reason)
-        for record in records:
-            self._metrics.record_failed(record, reason=reason)
-            self._records.add(record)
-        log.info("request.unfinished", reason=reason)
+        self._counts.failed([] if self.answer is None else self.answer.records(), reason)
 
 
 def story_headers(records: Sequence[RequestRecord]) -> dict[str, str]:

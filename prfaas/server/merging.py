@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
 
 from prfaas.server.failures import first_leaf
-from prfaas.server.node import Generation, ServingNode
+from prfaas.server.node import Generation
 from prfaas.types import Request, TokenEvent
 
 MAX_QUEUED = 64
@@ -13,6 +14,14 @@ MAX_QUEUED = 64
 
 Item = tuple[int, TokenEvent | Exception | None]
 """(prompt index, event); an error ends all, None ends one."""
+
+
+class Generates(Protocol):
+    """What is asked of a node; `node.ServingNode` is one."""
+
+    def generate(self, request: Request) -> AbstractAsyncContextManager[Generation]:
+        """Run `request`; leaving the block, for whatever reason, aborts it everywhere."""
+        ...
 
 
 class MergedGenerations:
@@ -38,7 +47,7 @@ class MergedGenerations:
             self._num_open -= 1
         return None
 
-    async def pump(self, node: ServingNode, request: Request, index: int) -> None:
+    async def pump(self, node: Generates, request: Request, index: int) -> None:
         """Run one request to its end."""
         try:
             async with node.generate(request) as generation:
@@ -53,7 +62,7 @@ class MergedGenerations:
 
 @asynccontextmanager
 async def generate_all(
-    node: ServingNode, requests: Sequence[Request]
+    node: Generates, requests: Sequence[Request]
 ) -> AsyncIterator[MergedGenerations]:
     """Run all requests side by side; leaving the block aborts those that still run."""
     merged = MergedGenerations(len(requests))
