@@ -68,7 +68,7 @@ async def test_a_length_beyond_the_context_and_a_server_that_is_not_there_are_er
             progress=no_progress,
             more_lengths=[299],
         )
-    with pytest.raises(TransferError, match="127.0.0.1:9"):
+    with pytest.raises(TransferError, match=r"127\.0\.0\.1:9"):
         await run_verify_through(
             config_of(model_dirs[0]), "http://127.0.0.1:9", progress=no_progress
         )
