@@ -4,7 +4,7 @@ The first node decides what the fleet computes, until no node is left; another o
 else is refused. Where a node is placed, whom it is told to know and which mode it takes is `Fleet`'s.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,11 @@ from prfaas.errors import IncompatiblePeer, Overloaded
 from prfaas.log import get_logger
 from prfaas.scheduler.fleet import Fleet
 from prfaas.scheduler.heartbeat import PERIOD_S
+from prfaas.scheduler.placing import Wanted, no_bytes
 from prfaas.server.fleet_prefixes import FleetPrefixes, PromptKeys
 from prfaas.server.heartbeat_messages import HeartbeatMessage, HeartbeatReply
 from prfaas.transport.handshake import Identity, check_compatible
-from prfaas.types import Request
+from prfaas.types import Request, RouteName
 
 if TYPE_CHECKING:
     from prfaas.cache.spec import CacheLayout
@@ -157,9 +158,33 @@ class FleetDriver:
         """Return the latest word of a node, None if it is unknown."""
         return self._said.get(node)
 
-    def num_kv_bytes(self, num_tokens: int, held_tokens: int) -> int:
-        """Return the KV of so many tokens on top of a prefix."""
-        return 0 if self.layout is None else self.layout.bytes_needed(num_tokens, held_tokens)
+    def wanted(
+        self,
+        request: Request,
+        hits: Mapping[str, int],
+        *,
+        force: RouteName | None = None,
+        numerics: str | None = None,
+        excluded: frozenset[str] = frozenset(),
+    ) -> Wanted:
+        """Return what `Fleet` is to place: the request, as it stands in the fleet's caches."""
+        return Wanted(
+            num_tokens=len(request.prompt_tokens),
+            hits=hits,
+            kv_bytes=no_bytes if self.layout is None else self.layout.bytes_needed,
+            tail_bytes=no_bytes if self.layout is None else self._tail_bytes,
+            force=force,
+            numerics=numerics,
+            excluded=excluded,
+        )
+
+    def _tail_bytes(self, num_tokens: int, held_tokens: int) -> int:
+        """Return the KV that a prefill has only at its end: windows and states."""
+        layout = self.layout
+        if layout is None:
+            return 0
+        streamed_bytes = layout.streamed_bytes(num_tokens, held_tokens)
+        return layout.bytes_needed(num_tokens, held_tokens) - streamed_bytes
 
     async def keys(self, request: Request) -> PromptKeys:
         """Return the keys that the request's prompt has on the fleet's nodes."""

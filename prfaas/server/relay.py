@@ -20,7 +20,7 @@ from prfaas.errors import (
     TransferError,
 )
 from prfaas.log import get_logger
-from prfaas.scheduler.placing import NoNode, Placement, Wanted
+from prfaas.scheduler.placing import NoNode, Placement
 from prfaas.scheduler.router import Outcome
 from prfaas.server.fleet_driver import FleetDriver
 from prfaas.server.fleet_prefixes import PromptKeys
@@ -107,10 +107,9 @@ class Relay:
 
     async def _place(self, keys: PromptKeys) -> Placement:
         hits = await self._driver.hits(keys)
-        wanted = Wanted(
-            num_tokens=len(self._request.prompt_tokens),
-            hits=hits,
-            kv_bytes=self._driver.num_kv_bytes,
+        wanted = self._driver.wanted(
+            self._request,
+            hits,
             force=self._force_route,
             numerics=self._numerics,
             excluded=frozenset(self._excluded),

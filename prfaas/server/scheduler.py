@@ -22,7 +22,6 @@ from prfaas.scheduler.explaining import Explanation
 from prfaas.scheduler.fleet import Fleet, Member
 from prfaas.scheduler.heartbeat import PERIOD_S
 from prfaas.scheduler.options import SchedulerOptions
-from prfaas.scheduler.placing import Wanted
 from prfaas.server.fleet_driver import FleetDriver
 from prfaas.server.fleet_routes import FleetRoutes
 from prfaas.server.generation import RunningGeneration
@@ -122,12 +121,8 @@ class SchedulerNode:
     async def explain(self, request: Request, force_route: RouteName | None = None) -> Explanation:
         """Return where the request would be placed now, and among which nodes; nothing is run."""
         keys = await self.driver.keys(request)
-        wanted = Wanted(
-            num_tokens=len(request.prompt_tokens),
-            hits=await self.driver.hits(keys),
-            kv_bytes=self.driver.num_kv_bytes,
-            force=force_route,
-        )
+        hits = await self.driver.hits(keys)
+        wanted = self.driver.wanted(request, hits, force=force_route)
         return self.driver.fleet.explain(wanted, self._clock())
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
