@@ -11,7 +11,6 @@ from prfaas.scheduler.links import Links
 from prfaas.scheduler.placing import (
     MAX_TOKENS_AT_DECODER,
     MIN_FETCH_GAIN_S,
-    Assumed,
     Elsewhere,
     PlacementReason,
     Source,
@@ -19,7 +18,7 @@ from prfaas.scheduler.placing import (
     local_s,
 )
 from prfaas.scheduler.router import Router, RouteRequest
-from prfaas.scheduler.standing import Standing
+from prfaas.scheduler.standing import Assumed, Standing
 from prfaas.scheduler.view import LocalView, PeerView
 
 FETCH_LINK_RATIO = 2.0
@@ -52,6 +51,8 @@ class Offer:
     near: list[PeerView]
     """PD-Ps of the cluster, and PrfaaS nodes, that the fleet would use now; their breakers have a say, too."""
     wide: list[PeerView]
+    has_all_wide: bool
+    """Whether these are all of the router's, as it knows them."""
     rest: Elsewhere
     foreign: Source | None
     """The longest prefix that a node of another cluster has, if a link to it is known."""
@@ -81,7 +82,7 @@ class Director:
         """
         inside = self._inside(wanted, node, offer, guess, now_s)
         if wanted.force != "local":
-            outside = self._outside(wanted, node, inside, offer.wide, now_s, request_id)
+            outside = self._outside(wanted, node, inside, offer, now_s, request_id)
             if outside.side == "wide":
                 return outside
             inside = self._with_foreign(wanted, node, outside, offer.foreign, now_s)
@@ -94,24 +95,26 @@ class Director:
         wanted: Wanted,
         node: Standing,
         inside: Directed,
-        peers: list[PeerView],
+        offer: Offer,
         now_s: float,
         request_id: str | None,
     ) -> Directed:
         """Return the prefill at a PrfaaS node if `route` says so, else the one inside, with the reason."""
         usable = node.heartbeat.peers_usable.get
-        wide = [peer for peer in peers if usable(peer.peer, True)]
+        wide = [peer for peer in offer.wide if usable(peer.peer, True)]
+        is_all = offer.has_all_wide and len(wide) == len(offer.wide)
+        among = None if is_all else wide
         source = self._before_wide(inside.source, wide)
         hit_tokens = wanted.hit_of(node.name) if source is None else source.num_tokens
         request = _request(wanted, hit_tokens, wide)
         local = _as_local(inside, request, node)
         if request_id is None:
             route = self._wide.decide(
-                request, local=local, now_s=now_s, force=wanted.force, among=wide
+                request, local=local, now_s=now_s, force=wanted.force, among=among
             )
         else:
             route = self._wide.route(
-                request_id, request, local=local, now_s=now_s, force=wanted.force, among=wide
+                request_id, request, local=local, now_s=now_s, force=wanted.force, among=among
             )
         if route.peer is not None:
             return Directed(
@@ -160,10 +163,11 @@ class Director:
         """Return who of the cluster prefills."""
         usable = node.heartbeat.peers_usable.get
         near = [peer for peer in offer.near if usable(peer.peer, True)]
-        token_s = node.token_s if node.token_s is not None else guess.token_s
-        here_s, fetches = local_s(wanted, node, token_s, offer.rest)
-        source = offer.rest.source if fetches else None
-        hit_tokens = wanted.hit_of(node.name) if source is None else source.num_tokens
+        hit_tokens = wanted.hit_of(node.name)
+        here_s, fetch_s = local_s(wanted, hit_tokens, node.price(guess), offer.rest)
+        source = offer.rest.source if fetch_s else None
+        if source is not None:
+            hit_tokens = source.num_tokens
         request = _request(wanted, hit_tokens, near)
         here = Directed(
             "here",
@@ -243,12 +247,14 @@ class Director:
 
 def _request(wanted: Wanted, hit_tokens: int, peers: list[PeerView]) -> RouteRequest:
     hits = wanted.hits
+    num_bytes, tail_bytes = wanted.sizes(hit_tokens)
+    peer_hits = {p.peer: wanted.hit_of(p.peer) for p in peers if p.peer in hits} if hits else {}
     return RouteRequest(
         num_tokens=wanted.num_tokens,
         hit_tokens=hit_tokens,
-        num_kv_bytes=wanted.kv_bytes(wanted.num_tokens, hit_tokens),
-        num_tail_bytes=wanted.tail_bytes(wanted.num_tokens, hit_tokens),
-        peer_hit_tokens={p.peer: wanted.hit_of(p.peer) for p in peers if p.peer in hits},
+        num_kv_bytes=num_bytes,
+        num_tail_bytes=tail_bytes,
+        peer_hit_tokens=peer_hits,
     )
 
 

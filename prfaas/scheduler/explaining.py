@@ -1,12 +1,11 @@
 """Says of each node what speaks for and against it for one request."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from prfaas.scheduler.directing import Offer
 from prfaas.scheduler.placing import (
-    Assumed,
     NoNode,
     Placement,
     Wanted,
@@ -14,9 +13,8 @@ from prfaas.scheduler.placing import (
     decode_refusal,
     local_s,
     prefill_refusal,
-    slot_wait_s,
 )
-from prfaas.scheduler.standing import Standing
+from prfaas.scheduler.standing import Assumed, Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +46,7 @@ class Explanation:
 
 def candidates(
     wanted: Wanted,
-    nodes: Sequence[Standing],
+    nodes: Iterable[Standing],
     offers: Mapping[str, Offer],
     answer: Placement | NoNode,
     guess: Assumed,
@@ -73,19 +71,20 @@ def _decoder(
     guess: Assumed,
     now_s: float,
 ) -> Candidate:
-    rest = offers[node.heartbeat.cluster].rest
+    rest, price = offers[node.cluster].rest, node.price(guess)
+    hit_tokens = wanted.hit_of(node.name)
     predicted_s = None
     if node.token_s is not None:
-        predicted_s = local_s(wanted, node, node.token_s, rest)[0] + slot_wait_s(node, guess)
+        predicted_s = local_s(wanted, hit_tokens, price, rest)[0] + node.slot_wait_s(guess)
     return Candidate(
         node=node.name,
         use="decode",
         refusal=decode_refusal(wanted, node, now_s),
-        hit_tokens=wanted.hit_of(node.name),
+        hit_tokens=hit_tokens,
         num_active=node.load.num_active,
         queue_tokens=node.load.queue_tokens,
         predicted_ttft_s=predicted_s,
-        cost_s=cost_s(wanted, node, rest, guess),
+        cost_s=cost_s(wanted, node, hit_tokens, price, rest),
         is_chosen=placed is not None and placed.decode_at == node.name,
     )
 
@@ -104,9 +103,11 @@ def _prefiller(
         view = next((peer for peer in (*offer.near, *offer.wide) if peer.peer == node.name), None)
         if view is not None:
             refusal = view.refusal(now_s)
+            num_bytes, tail_bytes = wanted.sizes(0)
             predicted_s = view.ttft_s(
                 num_tokens=wanted.num_tokens - wanted.hit_of(node.name),
-                num_kv_bytes=wanted.kv_bytes(wanted.num_tokens, 0),
+                num_kv_bytes=num_bytes,
+                num_tail_bytes=tail_bytes,
             )
             break
     return Candidate(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, assert_never
 
 from prfaas.scheduler.conversion import Conversion, Observed, observe
-from prfaas.scheduler.directing import Directed, Side
+from prfaas.scheduler.directing import Directed, Offer, Side
 from prfaas.scheduler.explaining import Explanation, candidates
 from prfaas.scheduler.heartbeat import PERIOD_S, Heartbeat, Mode
 from prfaas.scheduler.options import SchedulerOptions
@@ -20,14 +20,12 @@ from prfaas.scheduler.placing import (
     NoNode,
     Placement,
     Wanted,
-    assumed,
     choose,
     no_bytes,
-    slot_wait_s,
 )
 from prfaas.scheduler.rebalancer import RebalanceOptions
 from prfaas.scheduler.router import Outcome
-from prfaas.scheduler.standing import FleetLimits, NodeState, Standing
+from prfaas.scheduler.standing import FleetLimits, NodeState, Standing, assumed
 
 FIRST_OUTPUT_TOKENS = 128.0
 """The length that an answer is taken to have before any has ended."""
@@ -118,7 +116,9 @@ class Fleet:
         else:
             for cluster in self._clusters.values():
                 cluster.heard_prfaas(node, now_s)
-        self._assumed = assumed(self._nodes.values(), self._output_tokens)
+        guess = assumed(self._nodes.values(), self._output_tokens)
+        if not guess.is_like(self._assumed):  # else what was worked out with it still holds
+            self._assumed = guess
         return True
 
     def left(self, name: str, now_s: float) -> None:
@@ -205,11 +205,7 @@ class Fleet:
         """Return where a request would go, and what speaks for and against each node; changes nothing."""
         decided = self._decide(wanted, now_s)
         answer = decided if isinstance(decided, NoNode) else self._placement(*decided)
-        nodes = [node for _, node in sorted(self._nodes.items())]
-        offers = {
-            name: cluster.offer(wanted, nodes, self._assumed, now_s)
-            for name, cluster in self._clusters.items()
-        }
+        offers, nodes = self._offers(wanted, now_s), self._nodes.values()
         return Explanation(
             answer=answer,
             candidates=candidates(wanted, nodes, offers, answer, self._assumed, now_s),
@@ -288,7 +284,12 @@ class Fleet:
             for node in self._nodes.values():
                 if node.heartbeat.role == "prefill":
                     cluster.heard_prfaas(node, node.heard_s)
+            self._share_prfaas()
         return cluster
+
+    def _share_prfaas(self) -> None:
+        for cluster in self._clusters.values():
+            cluster.share_prfaas(len(self._clusters) > 1)
 
     def _forget(self, name: str) -> None:
         del self._nodes[name]
@@ -296,20 +297,25 @@ class Fleet:
         self._clusters = {name: each for name, each in self._clusters.items() if name in named}
         for cluster in self._clusters.values():
             cluster.forget(name)
+        self._share_prfaas()
 
     def _pd_nodes(self) -> Iterable[Standing]:
         return (node for node in self._nodes.values() if node.heartbeat.role == "pd")
+
+    def _offers(self, wanted: Wanted, now_s: float) -> dict[str, Offer]:
+        prefillers = [node for node in self._nodes.values() if node.can_prefill]
+        holders = [self._nodes[name] for name in wanted.hits if name in self._nodes]
+        return {
+            name: cluster.offer(wanted, prefillers, holders, self._assumed, now_s)
+            for name, cluster in self._clusters.items()
+        }
 
     def _decide(
         self, wanted: Wanted, now_s: float, request_id: str | None = None
     ) -> tuple[Choice, Directed] | NoNode:
         """Return the decoder and where it prefills, booked with a router under an id."""
-        nodes = list(self._nodes.values())
-        guess = self._assumed
-        offers = {
-            name: cluster.offer(wanted, nodes, guess, now_s)
-            for name, cluster in self._clusters.items()
-        }
+        nodes, guess = self._nodes.values(), self._assumed
+        offers = self._offers(wanted, now_s)
         rests = {name: offer.rest for name, offer in offers.items()}
         choice = choose(wanted, nodes, rests, guess, now_s)
         if isinstance(choice, NoNode):
@@ -322,7 +328,7 @@ class Fleet:
     def _placement(self, choice: Choice, directed: Directed) -> Placement:
         predicted_s = directed.predicted_ttft_s
         if predicted_s is not None:
-            predicted_s += slot_wait_s(choice.node, self._assumed)
+            predicted_s += choice.node.slot_wait_s(self._assumed)
         source = directed.source
         return Placement(
             decode_at=choice.node.name,

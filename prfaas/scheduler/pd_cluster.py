@@ -5,18 +5,19 @@ over a link that is short of bytes, and decides by policy and threshold; `near` 
 PD-Ps, which take what stays in the cluster.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
+from operator import itemgetter
 
 from prfaas.scheduler.conversion import Converter
 from prfaas.scheduler.directing import Director, Offer, Side
 from prfaas.scheduler.links import Links
 from prfaas.scheduler.options import SchedulerOptions
-from prfaas.scheduler.placing import Assumed, Elsewhere, Source, Wanted, prefill_refusal
+from prfaas.scheduler.placing import Elsewhere, Source, Wanted, prefill_refusal
 from prfaas.scheduler.rebalancer import RebalanceOptions
 from prfaas.scheduler.router import Outcome, Router
-from prfaas.scheduler.standing import Standing
+from prfaas.scheduler.standing import Assumed, Standing
 from prfaas.scheduler.view import PeerView
 
 
@@ -31,6 +32,8 @@ class PdCluster:
         self.near = Router(peers=(), options=options)
         self.director = Director(near=self.near, wide=self.wide, links=self.links)
         self.converter = Converter(rebalance)
+        self._num_wide = 0
+        self._shares_prfaas = False
         self._seen: dict[str, tuple[PeerView, int, PeerView]] = {}
         """Prefill node -> (the router's view, tokens queued at it, the view with them)."""
 
@@ -45,31 +48,56 @@ class PdCluster:
     def heard_prfaas(self, node: Standing, now_s: float) -> None:
         """Take what a PrfaaS node says of itself."""
         self._heard_peer(self.wide, node, now_s)
+        self._num_wide = len(self.wide.peers)
 
     def forget(self, name: str) -> None:
         """Drop a node that has left the fleet."""
         for router in (self.near, self.wide):
             if name in router.peers:
                 router.remove_peer(name)
+        self._num_wide = len(self.wide.peers)
         self.links.forget(name)
         self._seen.pop(name, None)
 
     def offer(
-        self, wanted: Wanted, nodes: Sequence[Standing], guess: Assumed, now_s: float
+        self,
+        wanted: Wanted,
+        prefillers: Iterable[Standing],
+        holders: Iterable[Standing],
+        guess: Assumed,
+        now_s: float,
     ) -> Offer:
-        """Return what the nodes of the fleet offer to a prompt that one of the cluster's nodes decodes."""
+        """Return what the fleet offers to a prompt that one of the cluster's nodes decodes.
+
+        Args:
+            wanted: the prompt.
+            prefillers: all nodes that prefill for others.
+            holders: all nodes that have some of the prompt.
+            guess: stands in for what they have not shown.
+            now_s: on the clock of the heartbeats.
+        """
         near, wide = [], []
-        for node in nodes:
-            if node.can_prefill and prefill_refusal(wanted, node, now_s) is None:
+        for node in prefillers:
+            if prefill_refusal(wanted, node, now_s) is None:
                 if node.heartbeat.role == "prefill":
                     wide.append(node)
-                elif node.heartbeat.cluster == self.name:
+                elif node.cluster == self.name:
                     near.append(node)
-        source, foreign = self._sources(wanted, nodes, now_s) if wanted.hits else (None, None)
+        source, foreign = self._sources(wanted, holders, now_s)
         near_views = [self._view(self.near, node) for node in _best_heard(near, now_s)]
         wide_views = [self._view(self.wide, node) for node in _best_heard(wide, now_s)]
         rest = self._elsewhere(wanted, near_views, wide_views, source, guess, now_s)
-        return Offer(near=near_views, wide=wide_views, rest=rest, foreign=foreign)
+        return Offer(
+            near=near_views,
+            wide=wide_views,
+            has_all_wide=len(wide_views) == self._num_wide and not self._shares_prfaas,
+            rest=rest,
+            foreign=foreign,
+        )
+
+    def share_prfaas(self, is_shared: bool) -> None:
+        """Say whether other clusters send to the PrfaaS nodes, too: then they know what this one does not."""
+        self._shares_prfaas = is_shared
 
     def prefilled(self, request_id: str, side: Side, outcome: Outcome, now_s: float) -> None:
         """Take a prefill out of flight, and learn from how it went."""
@@ -117,6 +145,8 @@ class PdCluster:
     def _view(self, router: Router, node: Standing) -> PeerView:
         """Return the router's view of a node, with what other clusters have in flight there."""
         view, queue_tokens = router.peer(node.name), node.load.queue_tokens
+        if not self._shares_prfaas:
+            return view
         seen = self._seen.get(node.name)
         if seen is None or seen[0] is not view or seen[1] != queue_tokens:
             full = view
@@ -126,7 +156,7 @@ class PdCluster:
         return seen[2]
 
     def _sources(
-        self, wanted: Wanted, nodes: Sequence[Standing], now_s: float
+        self, wanted: Wanted, nodes: Iterable[Standing], now_s: float
     ) -> tuple[Source | None, Source | None]:
         """Return the longest prefixes inside and outside the cluster; ties by name."""
         inside: Source | None = None
@@ -151,20 +181,22 @@ class PdCluster:
         guess: Assumed,
         now_s: float,
     ) -> Elsewhere:
-        near = [peer for peer in near if peer.refusal(now_s) is None]
-        wide = [peer for peer in wide if peer.refusal(now_s) is None]
+        near = _usable(near, now_s)
+        wide = _usable(wide, now_s)
         if wanted.force == "local":
             near, wide = [], []
         threshold = None if wanted.force == "remote" else self._fixed_threshold()
+        best_of: dict[bool, PeerView | None] = {}
 
         def prefill_s(hit_tokens: int) -> float:
-            peers = near
-            if threshold is None or wanted.num_tokens - hit_tokens > threshold:
-                peers = [*near, *wide]
-            if not peers:
-                return inf
-            num_bytes = wanted.kv_bytes(wanted.num_tokens, hit_tokens)
-            return min(_ttft_s(peer, wanted, num_bytes, guess.token_s) for peer in peers)
+            has_wide = threshold is None or wanted.num_tokens - hit_tokens > threshold
+            num_bytes, _ = wanted.sizes(hit_tokens)
+            if has_wide not in best_of:  # by bytes for this hit; those for others change little
+                peers = [*near, *wide] if has_wide else near
+                times = [(_ttft_s(peer, wanted, num_bytes, guess.token_s), peer) for peer in peers]
+                best_of[has_wide] = min(times, key=itemgetter(0))[1] if times else None
+            best = best_of[has_wide]
+            return inf if best is None else _ttft_s(best, wanted, num_bytes, guess.token_s)
 
         near_byte_s = self.links.near_byte_s(None if source is None else source.node)
         return Elsewhere(wanted, source=source, near_byte_s=near_byte_s, prefill_s=prefill_s)
@@ -180,6 +212,10 @@ class PdCluster:
                 return self.wide.threshold_tokens
             case "threshold" | "predictive":
                 return None
+
+
+def _usable(peers: list[PeerView], now_s: float) -> list[PeerView]:
+    return [peer for peer in peers if now_s <= peer.clear_until_s or peer.refusal(now_s) is None]
 
 
 def _best_heard(nodes: list[Standing], now_s: float) -> list[Standing]:

@@ -11,7 +11,7 @@ from math import inf
 from typing import Literal, NamedTuple, get_args
 
 from prfaas.scheduler.router import Reason
-from prfaas.scheduler.standing import Refusal, Standing
+from prfaas.scheduler.standing import Assumed, Price, Refusal, Standing
 from prfaas.types import RouteName
 
 KvBytes = Callable[[int, int], int]
@@ -44,18 +44,11 @@ REFUSALS: tuple[NoNodeReason, ...] = (
 """From the node that is nearest to being of use to the one that is furthest."""
 NO_NODE_REASONS: frozenset[str] = frozenset(REFUSALS)
 
-FIRST_TOKEN_S = 1e-3
-FIRST_STEP_S = 0.03
-"""What a token's prefill and a decode step are taken to be as long as no node has shown any."""
-CROWD_CONCERN = 0.1
-"""Of an answer's time, that a full batch costs beside an empty one: its steps take longer."""
-FULL_FRACTION = 0.98
-"""Of the pages: with more in use, one waits for others to end."""
 ALIKE_FRACTION, ALIKE_S = 0.02, 1e-3
 """Costs that differ by less are alike: predictions are not that good."""
 MAX_TOKENS_AT_DECODER = 128
 """So few lacking tokens a node that only decodes computes itself: a transfer takes longer."""
-MIN_FETCH_GAIN_S = 0.01
+MIN_FETCH_S, MIN_FETCH_GAIN_S = 1e-6, 0.01
 FETCH_CONCERN = 1.0
 """Of the time of a fetched prefix, that it costs others."""
 MIN_RETRY_S = 1.0
@@ -82,11 +75,23 @@ class Wanted:
     """The fingerprint that the answer began in; None for one that has not begun."""
     excluded: frozenset[str] = frozenset()
     """Nodes that were tried."""
+    _sizes: dict[int, tuple[int, int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         """Raise ValueError for an empty prompt."""
         if self.num_tokens < 1:
             raise ValueError(f"a prompt of {self.num_tokens} tokens")
+
+    def sizes(self, held_tokens: int) -> tuple[int, int]:
+        """Return the bytes that lack for who holds so many tokens, and their tail; worked out once for each."""
+        sizes = self._sizes.get(held_tokens)
+        if sizes is None:
+            num_tokens = self.num_tokens
+            sizes = self.kv_bytes(num_tokens, held_tokens), self.tail_bytes(num_tokens, held_tokens)
+            self._sizes[held_tokens] = sizes
+        return sizes
 
     def hit_of(self, node: str) -> int:
         """Return the leading tokens that a node has; one at least is left to compute."""
@@ -118,27 +123,6 @@ class NoNode:
     retry_after_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assumed:
-    """What stands in for what a node has not shown yet: the mean of those that have."""
-
-    token_s: float = FIRST_TOKEN_S
-    step_s: float = FIRST_STEP_S
-    output_tokens: float = 1.0
-    """Of an answer."""
-
-
-def assumed(standings: Iterable[Standing], output_tokens: float) -> Assumed:
-    """Return the means of what is known of these nodes."""
-    token_s = [node.token_s for node in standings if node.token_s is not None]
-    step_s = [node.step_s for node in standings if node.step_s is not None]
-    return Assumed(
-        token_s=sum(token_s) / len(token_s) if token_s else FIRST_TOKEN_S,
-        step_s=sum(step_s) / len(step_s) if step_s else FIRST_STEP_S,
-        output_tokens=max(1.0, output_tokens),
-    )
-
-
 class Source(NamedTuple):
     """The longest prefix that a node of a cluster has."""
 
@@ -147,7 +131,7 @@ class Source(NamedTuple):
 
 
 class Elsewhere:
-    """What the rest of a cluster offers to one prompt: prefix and prefill, for a node with a given hit.
+    """What the rest of a cluster offers to one prompt: a prefix, and a prefill, for a node with a given hit.
 
     The seconds depend on the node by its hit alone, and hits are few: each is worked out once.
     """
@@ -160,7 +144,7 @@ class Elsewhere:
         near_byte_s: float,
         prefill_s: Callable[[int], float],
     ) -> None:
-        """Begin with nothing worked out.
+        """Work out what is offered to nodes without a hit.
 
         Args:
             wanted: the prompt.
@@ -169,10 +153,11 @@ class Elsewhere:
             prefill_s: hit of the decoder -> seconds to the first token of a prefill at another node; inf: none.
         """
         self.source = source
+        self.source_tokens = 0 if source is None else source.num_tokens
         self._wanted = wanted
         self._near_byte_s = near_byte_s
         self._prefill_s = prefill_s
-        self._prefill_s_of: dict[int, float] = {}
+        self._prefill_s_of = {0: prefill_s(0)}
         self._fetch_s_of: dict[int, float] = {}
 
     def prefill_s(self, hit_tokens: int) -> float:
@@ -183,50 +168,29 @@ class Elsewhere:
         return seconds
 
     def fetch_s(self, hit_tokens: int) -> float:
-        """Return the seconds to fetch the longest prefix of the cluster; inf if it is no longer."""
-        if self.source is None or self.source.num_tokens <= hit_tokens:
-            return inf
+        """Return the seconds to fetch the longest prefix of the cluster, which is longer than the hit."""
         seconds = self._fetch_s_of.get(hit_tokens)
         if seconds is None:
-            num_bytes = self._wanted.kv_bytes(self.source.num_tokens, hit_tokens)
+            num_bytes = self._wanted.kv_bytes(self.source_tokens, hit_tokens)
             seconds = self._fetch_s_of[hit_tokens] = num_bytes * self._near_byte_s
         return seconds
 
 
-def local_s(wanted: Wanted, node: Standing, token_s: float, rest: Elsewhere) -> tuple[float, bool]:
-    """Return the seconds to the first token of a prefill at a node, and whether it fetches a prefix first.
+def local_s(wanted: Wanted, hit_tokens: int, price: Price, rest: Elsewhere) -> tuple[float, float]:
+    """Return the seconds to the first token of a prefill at a node, and those of a prefix that it fetches first.
 
-    It does where that saves more than it takes; the queue goes on meanwhile.
+    It fetches one where that saves more than it takes, and then not in 0 s; the queue goes on meanwhile.
     """
-    hit_tokens = wanted.hit_of(node.name) if wanted.hits else 0
-    queue_s = node.load.queue_tokens * token_s
-    alone_s = queue_s + (wanted.num_tokens - hit_tokens) * token_s
-    if rest.source is None or rest.source.num_tokens <= hit_tokens:
-        return alone_s, False
+    token_s = price.token_s
+    alone_s = price.queue_s + (wanted.num_tokens - hit_tokens) * token_s
+    saved_s = (rest.source_tokens - hit_tokens) * token_s
+    if saved_s <= MIN_FETCH_GAIN_S:
+        return alone_s, 0.0
     fetch_s = rest.fetch_s(hit_tokens)
-    if (rest.source.num_tokens - hit_tokens) * token_s <= fetch_s + MIN_FETCH_GAIN_S:
-        return alone_s, False
-    rest_s = (wanted.num_tokens - rest.source.num_tokens) * token_s
-    return max(queue_s, fetch_s) + rest_s, True
-
-
-def crowd_s(node: Standing, guess: Assumed) -> float:
-    """Return what the sequences at a node cost one more: longer steps, and the wait for a place."""
-    answer_s = (node.step_s or guess.step_s) * guess.output_tokens
-    share = node.load.num_active / node.max_running
-    seconds = CROWD_CONCERN * answer_s * max(share, node.pages_used)
-    if node.pages_used > FULL_FRACTION:
-        seconds += answer_s / max(1, node.load.num_active)
-    return seconds + slot_wait_s(node, guess)
-
-
-def slot_wait_s(node: Standing, guess: Assumed) -> float:
-    """Return the seconds until one more sequence has a place in a node's batch: they end one after the other."""
-    num_ahead = node.load.num_active - node.max_running + 1
-    if num_ahead <= 0:
-        return 0.0
-    answer_s = (node.step_s or guess.step_s) * guess.output_tokens
-    return num_ahead * answer_s / node.max_running
+    if saved_s <= fetch_s + MIN_FETCH_GAIN_S:
+        return alone_s, 0.0
+    rest_s = (wanted.num_tokens - rest.source_tokens) * token_s
+    return max(price.queue_s, fetch_s) + rest_s, max(fetch_s, MIN_FETCH_S)
 
 
 class Choice(NamedTuple):
@@ -248,51 +212,60 @@ def choose(
     Of equal ones the one that was not chosen for longest, then by name. A node whose heartbeat is late, or
     that has to show first that it works, is chosen only if there is no other.
     """
-    first: list[tuple[float, Standing]] = []
+    first: list[Standing] = []
     second: list[Standing] = []
+    is_picky = wanted.numerics is not None or bool(wanted.excluded)
     for node in standings:
-        if now_s > node.clear_until_s or not node.can_decode or wanted.excluded or wanted.numerics:
+        if is_picky or now_s > node.clear_until_s or not node.can_decode:
             if decode_refusal(wanted, node, now_s) is not None:
                 continue
             if node.is_second_choice(now_s):
                 second.append(node)
                 continue
-        first.append((cost_s(wanted, node, rests[node.heartbeat.cluster], guess), node))
-    if not first:
-        if not second:
-            return no_node(wanted, standings, now_s)
-        first = [
-            (cost_s(wanted, node, rests[node.heartbeat.cluster], guess), node) for node in second
-        ]
-    least_s = min(cost for cost, _ in first)
-    limit_s = least_s + max(ALIKE_FRACTION * least_s, ALIKE_S)
-    alike = [node for cost, node in first if cost <= limit_s]
-    hit_of = wanted.hit_of
-    best = min(
-        alike,
-        key=lambda node: (
-            -hit_of(node.name),
-            node.load.num_active / node.max_running,
-            node.last_chosen,
-            node.name,
-        ),
+        first.append(node)
+    nodes = first or second
+    if not nodes:
+        return no_node(wanted, standings, now_s)
+    best = _cheapest(wanted, nodes, rests, guess)
+    return Choice(best, _reason(wanted, best, nodes))
+
+
+def _cheapest(
+    wanted: Wanted, nodes: list[Standing], rests: Mapping[str, Elsewhere], guess: Assumed
+) -> Standing:
+    hits, found = wanted.hits, []
+    least_s = limit_s = inf
+    for node in nodes:
+        price = node.load.price
+        if price is None or price[0] is not guess:
+            price = node.price(guess)
+        if price[3] > limit_s:  # its crowd alone costs too much
+            continue
+        hit_tokens = wanted.hit_of(node.name) if hits and node.name in hits else 0
+        seconds = cost_s(wanted, node, hit_tokens, price, rests[node.cluster])
+        if seconds <= limit_s:
+            found.append((seconds, hit_tokens, price[4], node))
+            if seconds < least_s:
+                least_s = seconds
+                limit_s = least_s + max(ALIKE_FRACTION * least_s, ALIKE_S)
+    _, _, _, _, best = min(
+        (-hit_tokens, share, node.last_chosen, node.name, node)
+        for seconds, hit_tokens, share, node in found
+        if seconds <= limit_s
     )
-    return Choice(best, _reason(wanted, best, [node for _, node in first]))
+    return best
 
 
-def cost_s(wanted: Wanted, node: Standing, rest: Elsewhere, guess: Assumed) -> float:
+def cost_s(wanted: Wanted, node: Standing, hit_tokens: int, price: Price, rest: Elsewhere) -> float:
     """Return the seconds to the first token if a node decodes, wherever the prefill is, and what the crowd costs."""
-    token_s = node.token_s if node.token_s is not None else guess.token_s
-    hit_tokens = wanted.hit_of(node.name) if wanted.hits else 0
     there_s = rest.prefill_s(hit_tokens)
-    crowded_s = crowd_s(node, guess)
     is_little = wanted.num_tokens - hit_tokens <= MAX_TOKENS_AT_DECODER
     if node.only_decodes and there_s < inf and not is_little:
-        return there_s + crowded_s
-    here_s, fetches = local_s(wanted, node, token_s, rest)
-    if fetches:  # it takes pages and a link, too, that others want
-        here_s += FETCH_CONCERN * rest.fetch_s(hit_tokens)
-    return min(here_s, there_s) + crowded_s
+        return there_s + price.crowd_s
+    here_s, fetch_s = local_s(wanted, hit_tokens, price, rest)
+    # What is fetched takes pages and a link, too, that others want.
+    here_s += FETCH_CONCERN * fetch_s
+    return (there_s if there_s < here_s else here_s) + price.crowd_s  # noqa: FURB136 - 2x min()
 
 
 def decode_refusal(wanted: Wanted, node: Standing, now_s: float) -> NoNodeReason | None:
@@ -327,12 +300,13 @@ def no_node(wanted: Wanted, standings: Iterable[Standing], now_s: float) -> NoNo
     return NoNode(reason=reason, retry_after_s=max(MIN_RETRY_S, min(waits, default=0.0)))
 
 
-def _reason(wanted: Wanted, best: Standing, choices: list[Standing]) -> DecodeReason:
-    if len(choices) == 1:
+def _reason(wanted: Wanted, best: Standing, nodes: list[Standing]) -> DecodeReason:
+    if len(nodes) == 1:
         return "only"
     if not wanted.hits:
         return "least_loaded"
-    longest = max(wanted.hit_of(node.name) for node in choices)
+    hits = wanted.hits
+    longest = max((wanted.hit_of(node.name) for node in nodes if node.name in hits), default=0)
     if not longest:
         return "least_loaded"
     return "prefix" if wanted.hit_of(best.name) == longest else "spilled"

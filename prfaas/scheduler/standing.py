@@ -1,8 +1,9 @@
 """One node as the fleet sees it: what it said last, what was sent to it since, whether it may be used."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import inf, isfinite, isnan
-from typing import Literal
+from math import inf, isclose, isfinite, isnan
+from typing import Literal, NamedTuple
 
 from prfaas.scheduler.heartbeat import Heartbeat, Mode
 from prfaas.scheduler.view import known_rate
@@ -20,6 +21,15 @@ MAX_BACKOFF_S = 30.0
 MAX_REFUSAL_S = 30.0
 MAX_COUNT = 10**12
 """Of anything in a heartbeat."""
+
+FIRST_TOKEN_S = 1e-3
+FIRST_STEP_S = 0.03
+"""What a token's prefill and a decode step are taken to be as long as no node has shown any."""
+CROWD_CONCERN = 0.1
+"""Of an answer's time, that a full batch costs beside an empty one: its steps take longer."""
+LIKE_FRACTION = 0.05
+FULL_FRACTION = 0.98
+"""Of the pages: with more in use, one waits for others to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +51,38 @@ class FleetLimits:
             raise ValueError(f"{self}: no node")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumed:
+    """What stands in for what a node has not shown yet: the mean of those that have."""
+
+    token_s: float = FIRST_TOKEN_S
+    step_s: float = FIRST_STEP_S
+    output_tokens: float = 1.0
+    """Of an answer."""
+
+    def is_like(self, other: "Assumed") -> bool:
+        """Return whether the difference is less than what anything here is known to."""
+        return (
+            isclose(self.token_s, other.token_s, rel_tol=LIKE_FRACTION)
+            and isclose(self.step_s, other.step_s, rel_tol=LIKE_FRACTION)
+            and isclose(self.output_tokens, other.output_tokens, rel_tol=LIKE_FRACTION)
+        )
+
+
+class Price(NamedTuple):
+    """What a node takes, as far as it does not depend on the prompt."""
+
+    guess: Assumed
+    token_s: float
+    """Of a token's prefill."""
+    queue_s: float
+    """Until a prefill begins."""
+    crowd_s: float
+    """What the sequences there cost one more: longer steps, and the wait for a place."""
+    share: float
+    """Of its batch, in use."""
+
+
 class Load:
     """The work at a node: what it reported, what was sent since, and what of both has ended.
 
@@ -58,6 +100,8 @@ class Load:
         """Requests, ours and others'."""
         self.queue_tokens = 0
         """Prompt tokens to prefill."""
+        self.price: Price | None = None
+        """What all this costs, kept by whoever worked it out until the load changes."""
 
     @property
     def num_queued(self) -> int:
@@ -126,6 +170,7 @@ class Load:
         num_late = len(self._on_the_way)
         # A report may lack a request of ours that just ended there; it is ours until we know.
         self.num_active = max(self._reported_active, len(self._there)) + num_late
+        self.price = None
         late_tokens = sum(tokens for _, tokens in self._on_the_way.values())
         self.queue_tokens = self._reported_tokens + late_tokens
 
@@ -136,7 +181,7 @@ class Standing:
     def __init__(
         self, heartbeat: Heartbeat, numerics: str, limits: FleetLimits, now_s: float
     ) -> None:
-        self.name = heartbeat.node
+        self.name, self.cluster = heartbeat.node, heartbeat.cluster
         self.load = Load()
         self.last_chosen = 0
         """The number of the last placement that chose it; 0 is none."""
@@ -205,6 +250,28 @@ class Standing:
         self.wanted_mode = None if mode == self.heartbeat.mode else mode
         self._settle()
 
+    def price(self, guess: Assumed) -> Price:
+        """Return what it takes; worked out once for each change of its load."""
+        load = self.load
+        price = load.price
+        if price is None or price.guess is not guess:
+            token_s = guess.token_s if self.token_s is None else self.token_s
+            price = load.price = Price(
+                guess,
+                token_s,
+                load.queue_tokens * token_s,
+                self._crowd_s(guess),
+                load.num_active / self.max_running,
+            )
+        return price
+
+    def slot_wait_s(self, guess: Assumed) -> float:
+        """Return the seconds until one more sequence has a place in the batch: they end one after the other."""
+        num_ahead = self.load.num_active - self.max_running + 1
+        if num_ahead <= 0:
+            return 0.0
+        return num_ahead * self._answer_s(guess) / self.max_running
+
     def age_s(self, now_s: float) -> float:
         """Return the seconds since it was heard."""
         return max(0.0, now_s - self.heard_s)
@@ -248,6 +315,16 @@ class Standing:
         assert self.wanted_mode != self.heartbeat.mode
         assert self.clear_until_s == -inf or self.refusal(self.clear_until_s) is None
 
+    def _answer_s(self, guess: Assumed) -> float:
+        return (self.step_s or guess.step_s) * guess.output_tokens
+
+    def _crowd_s(self, guess: Assumed) -> float:
+        answer_s, num_active = self._answer_s(guess), self.load.num_active
+        seconds = CROWD_CONCERN * answer_s * max(num_active / self.max_running, self.pages_used)
+        if self.pages_used > FULL_FRACTION:
+            seconds += answer_s / max(1, num_active)
+        return seconds + self.slot_wait_s(guess)
+
     def _take(self, heartbeat: Heartbeat, numerics: str, now_s: float) -> None:
         self.heartbeat, self.numerics, self.heard_s = heartbeat, numerics, now_s
         rate, step_s = known_rate(heartbeat.prefill_tokens_per_s), heartbeat.decode_step_s
@@ -283,3 +360,14 @@ class Standing:
 def _count(value: float) -> int:
     """Return a count that a node reported, within bounds; what is none is 0."""
     return 0 if isnan(value) else int(min(max(value, 0), MAX_COUNT))
+
+
+def assumed(standings: Iterable[Standing], output_tokens: float) -> Assumed:
+    """Return the means of what is known of these nodes."""
+    token_s = [node.token_s for node in standings if node.token_s is not None]
+    step_s = [node.step_s for node in standings if node.step_s is not None]
+    return Assumed(
+        token_s=sum(token_s) / len(token_s) if token_s else FIRST_TOKEN_S,
+        step_s=sum(step_s) / len(step_s) if step_s else FIRST_STEP_S,
+        output_tokens=max(1.0, output_tokens),
+    )
