@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from prfaas import __version__
+from prfaas.config.advertised import advertised
 from prfaas.config.options import NodeConfig
 from prfaas.scheduler.options import SchedulerOptions
 
@@ -12,8 +13,9 @@ def banner(
 ) -> str:
     """Return the lines that tell a person what runs here and how to reach it."""
     host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
-    # A pd node's certificate is the one it shows to its peer; its own port speaks plain HTTP.
-    is_tls = config.role == "prefill" and config.transport.tls_cert is not None
+    # The certificate of a pd node on its own is the one it shows to its peer; its port speaks plain HTTP.
+    is_reached = config.role != "pd" or config.fleet.scheduler is not None
+    is_tls = is_reached and config.transport.tls_cert is not None
     rows = {
         "model": f"{model}, {_engine(config)}",
         "address": f"{'https' if is_tls else 'http'}://{host}:{config.http.port}",
@@ -21,7 +23,14 @@ def banner(
     }
     if is_plain_template:
         rows["template"] = "no chat template in checkpoint: plain transcript"
-    if config.role == "pd":
+    if config.role == "scheduler":
+        rows["fleet"] = f"policy {config.scheduler.policy_in_force}; nodes join with --scheduler"
+    elif config.fleet.scheduler is not None:
+        rows["fleet"] = (
+            f"cluster {config.fleet.cluster} of scheduler {config.fleet.scheduler},"
+            f" as {advertised(config)}"
+        )
+    elif config.role == "pd":
         rows["peer"] = (
             f"{config.transport.peer} {_peer_use(config.scheduler)}"
             if config.transport.peer
@@ -47,6 +56,8 @@ def _peer_use(options: SchedulerOptions) -> str:
 
 
 def _engine(config: NodeConfig) -> str:
+    if config.role == "scheduler":
+        return "computed by the fleet's nodes"
     if config.engine.kind == "replay":
         replay = config.replay
         return f"replayed at {replay.speed:g} x speed with {replay.bytes_scale:g} of its KV bytes"

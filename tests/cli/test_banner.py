@@ -37,6 +37,19 @@ def test_only_a_prefill_node_serves_over_tls(role, scheme):
     assert address.startswith(f"address {scheme}://")
 
 
+def test_a_scheduler_says_what_it_decides_by_and_that_others_compute():
+    lines = lines_of(role="scheduler")
+    assert lines[1] == "model tiny, computed by the fleet's nodes"
+    assert lines[2] == "address http://127.0.0.1:8200"
+    assert lines[-1] == "fleet policy predictive; nodes join with --scheduler"
+
+
+@pytest.mark.parametrize("role", ["prefill", "pd"])
+def test_a_member_of_a_fleet_says_to_whom_it_belongs_and_under_which_name(role):
+    lines = lines_of(role=role, scheduler="127.0.0.1:8200", cluster="east", port="9000")
+    assert lines[-1] == "fleet cluster east of scheduler 127.0.0.1:8200, as 127.0.0.1:9000"
+
+
 def test_a_prefill_node_has_no_peer():
     assert not any(line.startswith("peer") for line in lines_of(role="prefill"))
 
