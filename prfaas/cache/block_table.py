@@ -176,6 +176,8 @@ class BlockTable:
                 before=self._keys[block - 1] if block else None,
             )
             if current is entry:
+                if self._pool.changes is not None:
+                    self._pool.changes.published(group, self._keys, block)
                 if self._tier is not None:
                     self._tier.write_behind(entry, self._tenant)
                 return

@@ -48,7 +48,7 @@ def worth_of(layout: CacheLayout, group: int, position_tokens: int, reused_token
     if isinstance(spec, StateSpec):
         num_bytes = spec.state_bytes * len(spec.layers)
     else:
-        num_blocks = len(held_blocks(spec, position_tokens, layout.block_tokens))
+        num_blocks = max(1, len(held_blocks(spec, position_tokens, layout.block_tokens)))
         num_bytes = spec.page_bytes * spec.pages_per_block * num_blocks
     return max(layout.block_tokens, position_tokens - reused_tokens) * MIB / num_bytes
 

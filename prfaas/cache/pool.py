@@ -14,10 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from prfaas.cache.lookups import LookupCounts
 from prfaas.cache.policy import COLD, EvictionOrder, Run, level_of
 from prfaas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prfaas.cache.changes import ChangeLog
 
 PageKey = tuple[int, bytes]
 """(group, block key): what an entry is published under."""
@@ -114,6 +118,8 @@ class PagePool:
         self._map: mmap.mmap | None = _new_map(self.num_pages * page_bytes)
         self._arena = memoryview(self._map)
         self.lock = threading.Lock()
+        self.changes: ChangeLog | None = None
+        """Who hears which entries come and go; set it before the first is published."""
         self._free = list(range(self.num_pages - 1, -1, -1))  # a stack; low numbers come first
         self._owner: list[Entry | None] = [None] * self.num_pages
         self._index: defaultdict[int, dict[bytes, Entry]] = defaultdict(dict)
@@ -318,6 +324,8 @@ class PagePool:
         self._num_evictions += 1
         entry.key = entry.before = None
         self._free_pages(entry)
+        if self.changes is not None:
+            self.changes.evicted(key)
         if group in self._supporting:
             for other in self._supported:
                 self.chill((other, block_key))

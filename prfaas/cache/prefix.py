@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from prfaas.cache.block_table import BlockTable
+from prfaas.cache.changes import ChangeLog
 from prfaas.cache.groups import Presence, longest_hit, pinned_blocks, shared_blocks
 from prfaas.cache.hashing import block_keys
 from prfaas.cache.held import HeldBlocks
@@ -24,7 +25,8 @@ from prfaas.errors import ConfigError
 class PrefixCache:
     """Block-aligned KV of prompts, shared by all requests of equal root (model, numerics, salt).
 
-    With a `store`, what is published goes to the disk as well, and `find` looks there, too.
+    With a `store`, what is published goes to the disk as well, and `find` looks there, too. With an
+    `epoch`, greater than that of each cache before it, `changes` tells which blocks it can serve.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class PrefixCache:
         ram_bytes: int,
         root: Callable[[bytes], bytes],
         store: PageStore | None = None,
+        epoch: int | None = None,
     ) -> None:
         self.layout = layout
         supporting = [g for g, spec in enumerate(layout.groups) if isinstance(spec, FullSpec)]
@@ -50,10 +53,17 @@ class PrefixCache:
                 f"cache.ram_bytes = {ram_bytes} is less than one block of all layers: "
                 f"{layout.pages_per_block * layout.page_bytes}"
             )
+        if epoch is not None:
+            self.pool.changes = ChangeLog(layout, epoch=epoch, lock=self.pool.lock, store=store)
         self._root = root
         self._live: set[BlockTable] = set()
         self._counts = LookupCounts()
         self._openings = Openings()
+
+    @property
+    def changes(self) -> ChangeLog | None:
+        """Which blocks it can serve, for others to be told; None without an epoch."""
+        return self.pool.changes
 
     def block_keys(
         self, tokens: Sequence[int], salt: bytes, *, after: bytes | None = None
@@ -231,6 +241,8 @@ class PrefixCache:
         """Re-derive every count and reference; AssertionError names what is wrong."""
         with self.pool.lock:
             self.pool.check()
+            if self.pool.changes is not None:
+                self.pool.changes.check()
             refs: Counter[Entry] = Counter()
             for table in self._live:
                 for group, entry in table.holdings():

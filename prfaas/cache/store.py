@@ -253,6 +253,10 @@ class Store:
         """Keep these records from being evicted soon: RAM served them. Takes no lock."""
         self._records.touch(keys)
 
+    def take_removed(self) -> Sequence[PageKey] | None:
+        """Return the records that left since the last call, or None: any may have left. No disk."""
+        return self._records.take_removed()
+
     # ------------------------------------------------------------ caring for it
 
     def ls(self) -> Iterator[Listed]:

@@ -27,6 +27,8 @@ from prfaas.clock import Clock
 from prfaas.errors import StoreError
 from prfaas.log import get_logger
 
+MAX_REMOVED = 1 << 16
+
 
 class Records:
     """Records by key, on disk. Reads may come from any thread, changes take turns.
@@ -54,6 +56,8 @@ class Records:
         self._changing = threading.Lock()
         self._other_bytes = 0
         self._is_broken = False
+        self._removed: list[PageKey] | None = None
+        """What can be found no more since `take_removed`; None: nobody asks, or too much."""
         self.counts = RecordCounts()
         self._files = SegmentFiles(directory, zeroes=options.zero_freed or self._zeroing.exists())
         try:
@@ -157,6 +161,7 @@ class Records:
             is_first = not self.counts.num_damaged
             self.counts.num_damaged += 1
             del self._where[key]
+            self._note_removed((key,))
             self._stale.add(key)
             segment.is_suspect = True
             lost_bytes = record.length if record else self._unaccounted_bytes(segment)
@@ -177,6 +182,26 @@ class Records:
             segment = self._where.get(key)
             if segment is not None:
                 segment.used_s = now_s
+
+    def take_removed(self) -> list[PageKey] | None:
+        """Return what can be found no more since the last call, or None: that may be anything.
+
+        Some of it may be found again. Nothing is noted before the first call, and no more than
+        MAX_REMOVED.
+        """
+        with self._lock:
+            removed, self._removed = self._removed, []
+            if removed is not None and self._ttl_s is not None:
+                for segment in self._account:
+                    if self._is_expired(segment):
+                        removed += segment.keys
+            return removed
+
+    def _note_removed(self, keys: Sequence[PageKey]) -> None:
+        if self._removed is not None:
+            self._removed += keys
+            if len(self._removed) > MAX_REMOVED:
+                self._removed = None
 
     def listing(self) -> Iterator[Listed]:
         """Yield every record that can be found, in the order of keys."""
@@ -278,6 +303,7 @@ class Records:
             keys = [key for key in segment.keys if self._where.get(key) is segment]
             for key in keys:
                 self._where.pop(key, None)
+            self._note_removed(keys)
             self._stale.update(key for key in segment.keys if key not in self._where)
             self._account.bury(segment, segment.live_bytes)
             segment.is_suspect = True
@@ -315,6 +341,7 @@ class Records:
         with self._lock:
             was_broken, self._is_broken = self._is_broken, True
             self._where.clear()
+            self._removed = None
             for segment in self._account:
                 self._account.bury(segment, segment.live_bytes)
         if not was_broken:

@@ -8,7 +8,6 @@ becomes an ordinary hit, and a read that fails only makes the hit shorter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from prfaas.cache.groups import pinned_blocks
@@ -56,6 +55,10 @@ class PageStore(Protocol):
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Note that records are of use. No lock, no disk."""
+        ...
+
+    def take_removed(self) -> Sequence[PageKey] | None:
+        """Return the records that left since the last call, or None: any may have left. No disk."""
         ...
 
     def stats(self) -> StoreStats:
@@ -247,14 +250,18 @@ class Promotion:
 
     def _publish(self, found: Sequence[bool]) -> None:
         wanted, self._wanted = self._wanted, []
-        before = dict(pairwise(reversed(self._keys)))
+        block_of = {key: block for block, key in enumerate(self._keys)}
         for is_found, (key, entry) in zip(found, wanted, strict=True):
             if not is_found:
                 self._pool.end_reading(entry)
                 continue
-            current = self._pool.publish(entry, key, worth=entry.worth, before=before.get(key[1]))
+            block = block_of[key[1]]
+            before = self._keys[block - 1] if block else None
+            current = self._pool.publish(entry, key, worth=entry.worth, before=before)
             if current is not entry:  # another request was faster
                 self._pool.end_reading(entry)
+            elif self._pool.changes is not None:
+                self._pool.changes.published(key[0], self._keys, block)
             self._held.append(current)
 
     def release(self) -> None:

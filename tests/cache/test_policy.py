@@ -42,6 +42,12 @@ def test_a_snapshot_saves_what_lies_between_it_and_the_hit_before_it():
     assert worth_of(LAYOUT, 1, 6400, 0) == 6400 * MIB / (2 * 64 * 256)
 
 
+def test_a_window_that_needs_no_block_is_worth_something():
+    narrow = WindowSpec(name="narrow", layers=(0,), page_bytes=64 << 10, window_tokens=1)
+    layout = CacheLayout(block_tokens=64, groups=(narrow,))
+    assert worth_of(layout, 0, 640, 0) == 640 * 16
+
+
 def test_deep_in_a_long_prompt_a_snapshot_outranks_its_bytes():
     assert worth_of(LAYOUT, 2, 64, 0) < worth_of(LAYOUT, 0, 64, 0) < worth_of(LAYOUT, 2, 8192, 0)
 

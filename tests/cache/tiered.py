@@ -31,6 +31,7 @@ class DictStore(PageStore):
         self.asked: set[PageKey] = set()
         self.lost: set[PageKey] = set()
         """Known, but cannot be read."""
+        self.removed: list[PageKey] = []
         self._waiting: list[tuple[PageKey, Sequence[memoryview], Callable[[bool], None]]] = []
 
     def put(
@@ -70,13 +71,23 @@ class DictStore(PageStore):
         self.asked.add(key)
         record = self.records.get(key)
         if record is None or key in self.lost:
-            self.records.pop(key, None)
+            self.remove([key])
             for part in parts:
                 part[:] = bytes(part.nbytes)
             return False
         for part in parts:
             part[:], record = record[: part.nbytes], record[part.nbytes :]
         return True
+
+    def remove(self, keys: Iterable[PageKey]) -> None:
+        """Lose records."""
+        for key in list(keys):
+            if self.records.pop(key, None) is not None:
+                self.removed.append(key)
+
+    def take_removed(self) -> list[PageKey]:
+        removed, self.removed = self.removed, []
+        return removed
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         self.asked.update(keys)
@@ -88,17 +99,24 @@ class DictStore(PageStore):
         self.write()
 
 
-def cache_over(store: PageStore | None, num_pages: int = 400) -> PrefixCache:
+def cache_over(
+    store: PageStore | None,
+    num_pages: int = 400,
+    *,
+    layout: CacheLayout = LAYOUT,
+    epoch: int | None = None,
+) -> PrefixCache:
     def root(salt: bytes) -> bytes:
         return root_key(
             model_fingerprint="m",
             numerics_fingerprint="n",
             kv_dtype="float32",
-            layout=LAYOUT,
+            layout=layout,
             salt=salt,
         )
 
-    return PrefixCache(layout=LAYOUT, ram_bytes=num_pages * PAGE_BYTES, root=root, store=store)
+    ram_bytes = num_pages * layout.page_bytes
+    return PrefixCache(layout=layout, ram_bytes=ram_bytes, root=root, store=store, epoch=epoch)
 
 
 def content(key: bytes, group: int, index: int) -> bytes:
