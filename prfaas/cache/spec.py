@@ -243,8 +243,7 @@ class CacheLayout:
     def pages_needed(self, num_tokens: int, have_tokens: int = 0) -> int:
         """Return the pages to reserve for `num_tokens` on top of a hit of `have_tokens`."""
         return sum(
-            spec.pages_per_block
-            * len(missing_blocks(spec, num_tokens, have_tokens, self.block_tokens))
+            spec.pages_per_block * _num_missing(spec, num_tokens, have_tokens, self.block_tokens)[0]
             for spec in self.groups
         )
 
@@ -264,11 +263,21 @@ class CacheLayout:
         )
 
     def _missing_bytes(self, spec: GroupSpec, num_tokens: int, have_tokens: int) -> int:
-        missing = missing_blocks(spec, num_tokens, have_tokens, self.block_tokens)
+        num_missing, lacks_last = _num_missing(spec, num_tokens, have_tokens, self.block_tokens)
         if isinstance(spec, StateSpec):
-            return len(spec.layers) * spec.state_bytes * len(missing)
-        page_bytes = 0
-        for block in missing:
-            tokens = min(self.block_tokens, num_tokens - block * self.block_tokens)
-            page_bytes += bytes_of_page(spec, 0, tokens, self.block_tokens)
+            return len(spec.layers) * spec.state_bytes * num_missing
+        page_bytes = spec.page_bytes * num_missing
+        if lacks_last:  # it may be cut
+            cut_tokens = -num_tokens % self.block_tokens
+            page_bytes -= spec.page_bytes // self.block_tokens * cut_tokens
         return len(spec.layers) * page_bytes
+
+
+def _num_missing(
+    spec: GroupSpec, num_tokens: int, have_tokens: int, block_tokens: int
+) -> tuple[int, bool]:
+    """Return how many `missing_blocks` there are, and whether the last one needed is among them."""
+    needed = needed_blocks(spec, num_tokens, block_tokens)
+    held = held_blocks(spec, have_tokens, block_tokens)
+    num_held = max(0, min(needed.stop, held.stop) - max(needed.start, held.start))
+    return len(needed) - num_held, bool(needed) and needed[-1] not in held

@@ -53,6 +53,22 @@ def test_needed_blocks_serve_the_end_and_the_boundary_before_it(spec, num_tokens
     assert set(needed) == {j // block_tokens for j in seen}
 
 
+@given(
+    spec=SPECS | st.just(STATE), num_tokens=NUM_TOKENS, have=NUM_TOKENS, block_tokens=BLOCK_TOKENS
+)
+def test_what_is_needed_is_counted_as_if_block_by_block(spec, num_tokens, have, block_tokens):
+    layout = CacheLayout(block_tokens=block_tokens, groups=(spec,))
+    missing = missing_blocks(spec, num_tokens, have, block_tokens)
+    assert layout.pages_needed(num_tokens, have) == len(missing) * spec.pages_per_block
+    assert layout.bytes_needed(num_tokens, have) == sum(
+        bytes_of_page(
+            spec, index, min(block_tokens, num_tokens - block * block_tokens), block_tokens
+        )
+        for block in missing
+        for index in range(spec.pages_per_block)
+    )
+
+
 def test_an_empty_prompt_needs_nothing():
     spec = WindowSpec(name="window", layers=(0,), page_bytes=64, window_tokens=8)
     assert list(needed_blocks(spec, 0, 4)) == []
