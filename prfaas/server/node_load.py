@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from prfaas.cache.prefix import PrefixCache
+from prfaas.scheduler.view import PeerView
 from prfaas.server.engine_thread import EngineThread
 from prfaas.server.node import NodeLoad
 from prfaas.transport.link_state import LinkView
@@ -14,6 +15,7 @@ def node_load(
     *,
     num_transfers: int,
     peers_usable: Mapping[str, bool] | None = None,
+    peers: Mapping[str, PeerView] | None = None,
     peers_by_http: Mapping[str, bool] | None = None,
     links: Mapping[str, LinkView] | None = None,
 ) -> NodeLoad:
@@ -22,6 +24,10 @@ def node_load(
     return NodeLoad(
         num_running=load.num_running,
         num_waiting=load.num_waiting,
+        num_waiting_tokens=load.num_waiting_tokens,
+        num_decoding=load.num_decoding,
+        prefill_tokens_per_s=load.prefill_tokens_per_s or None,
+        decode_step_s=load.decode_step_s,
         num_transfers=num_transfers,
         pages={
             "free": counts.num_free,
@@ -30,6 +36,7 @@ def node_load(
             "transfer": counts.num_transfer,
         },
         peers_usable=peers_usable or {},
+        peers=peers or {},
         peers_by_http=peers_by_http or {},
         links=links or {},
         lookups=counts.lookups,
