@@ -232,7 +232,7 @@ def _model(observed: Observed) -> ThroughputModel | None:
 
 
 def _profile(name: str, observed: Observed, tokens_per_s: float, step_s: float) -> Profile:
-    first, last = observed.first_token_bytes, observed.long_bytes
+    first, last = max(1.0, observed.first_token_bytes), observed.long_bytes
     return Profile(
         name=name,
         hardware="observed",
