@@ -5,6 +5,7 @@ beside the event loop; who wants the directory meanwhile waits for it.
 """
 
 import asyncio
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
@@ -20,6 +21,8 @@ Made = TypeVar("Made")
 
 INLINE_KEYS = 4096
 """As many are taken into the directory in some milliseconds: no thread."""
+MAX_ROOTS = 1024
+"""Of tenants whose prompts came of late."""
 MAX_NUMERICS = 8
 """Of so many fingerprints the keys of a prompt are made; nodes of others are taken to have nothing."""
 
@@ -46,6 +49,7 @@ class FleetPrefixes:
         """Node -> the life in which it has told us what its cache has."""
         self._lock = asyncio.Lock()
         self._executor = executor
+        self._root = functools.lru_cache(MAX_ROOTS)(self._make_root)
 
     @property
     def num_keys(self) -> int:
@@ -109,15 +113,17 @@ class FleetPrefixes:
     def _keys(self, tokens: Sequence[int], salt: bytes, numerics: Sequence[str]) -> PromptKeys:
         keys = {}
         for name in numerics:
-            root = root_key(
-                model_fingerprint=self._identity.model_fingerprint,
-                numerics_fingerprint=name,
-                kv_dtype=self._identity.kv_dtype,
-                layout=self._layout,
-                salt=salt,
-            )
-            keys[name] = block_keys(root, tokens, self._layout.block_tokens)
+            keys[name] = block_keys(self._root(name, salt), tokens, self._layout.block_tokens)
         return keys
+
+    def _make_root(self, numerics: str, salt: bytes) -> bytes:
+        return root_key(
+            model_fingerprint=self._identity.model_fingerprint,
+            numerics_fingerprint=numerics,
+            kv_dtype=self._identity.kv_dtype,
+            layout=self._layout,
+            salt=salt,
+        )
 
     async def hits(self, keys: PromptKeys) -> dict[str, int]:
         """Return how many leading tokens of a prompt each node has; those with none are left out."""

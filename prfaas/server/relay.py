@@ -123,7 +123,7 @@ class Relay:
         record.node, record.node_reason = placed.decode_at, placed.decode_reason
         if not record.retries:
             record.predicted_ttft_s = placed.predicted_ttft_s
-        log.info(
+        log.debug(
             "request.placed",
             node=placed.decode_at,
             node_reason=placed.decode_reason,

@@ -18,11 +18,13 @@ from prfaas.transport.auth import (
     PeerSide,
     Session,
     encode_hello,
+    parse_hello,
 )
 from prfaas.transport.cluster_key import ClusterKey
 from tests.transport.samples import IDENTITY
 
-KEY, OTHER_KEY = ClusterKey(b"k" * 16), ClusterKey(b"l" * 16)
+SECRET = b"k" * 16
+KEY, OTHER_KEY = ClusterKey(SECRET), ClusterKey(b"l" * 16)
 _numbers = itertools.count(1)
 
 
@@ -65,8 +67,9 @@ def test_nothing_that_travels_has_the_key_in_it():
     said = (
         encode_hello(us.hello) + reply + answer + session.sign_request(0, "GET", "/", b"").encode()
     )
-    for secret in (KEY, session.key):
-        raw = secret._secret
+    sessions_secret = KEY.mac(b"session", us.hello.fingerprint(), parse_hello(reply).fingerprint())
+    assert ClusterKey(sessions_secret).mac(b"x") == session.key.mac(b"x")
+    for raw in (SECRET, sessions_secret):
         assert raw not in said
         assert raw.hex().encode() not in said
 
