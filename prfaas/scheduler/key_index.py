@@ -6,6 +6,10 @@ Found = Callable[[int, int], None]
 """(bits of nodes, how many leading keys they have)."""
 
 
+MAX_SETS = 1 << 16
+"""Sets of nodes that are kept once for all their keys."""
+
+
 class KeyIndex:
     """Keys -> bits of the nodes that have them; a node is its bit's place."""
 
@@ -13,6 +17,9 @@ class KeyIndex:
         self._max_keys = max_keys_per_node
         self._bits: dict[bytes, int] = {}
         """Never 0."""
+        self._sets: dict[int, int] = {}
+        """One number for all keys of the same nodes: a million of them would each be a place in memory that
+        no lookup has seen before."""
         self._keys: dict[int, dict[bytes, None]] = {}
         """Not sets: the garbage collector would walk through a million keys, and stop everything."""
         self.num_refused = 0
@@ -25,12 +32,16 @@ class KeyIndex:
     def add(self, node: int, keys: Iterable[bytes]) -> None:
         """Credit a node with keys, as many as it may have."""
         bits, bit, held = self._bits, 1 << node, self._keys.setdefault(node, {})
+        if len(self._sets) > MAX_SETS:
+            self._sets.clear()
+        shared = self._sets.setdefault
         for key in keys:
             if len(held) >= self._max_keys and key not in held:
                 self.num_refused += 1
                 continue
             held[key] = None
-            bits[key] = bits.get(key, 0) | bit
+            nodes = bits.get(key, 0) | bit
+            bits[key] = shared(nodes, nodes)
 
     def remove(self, node: int, keys: Iterable[bytes]) -> None:
         """Take keys from a node; those that it does not have are gone already."""
@@ -42,7 +53,8 @@ class KeyIndex:
             if bits[key] == bit:
                 del bits[key]
             else:
-                bits[key] ^= bit
+                nodes = bits[key] ^ bit
+                bits[key] = self._sets.setdefault(nodes, nodes)
 
     def replace(self, node: int, keys: Sequence[bytes]) -> None:
         """Let a node have these keys and no others."""

@@ -1,25 +1,51 @@
 """The peers side by side: what a decision compares of each, in few and short stretches of memory."""
 
-from array import array
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from math import inf
+from typing import Literal, NamedTuple
 
 from prfaas.scheduler.view import PeerView
 
 
+@dataclass(frozen=True, slots=True)
+class Booking:
+    """What of a peer's view changes with each decision; see there."""
+
+    num_inflight: int
+    num_inflight_tokens: int
+    num_inflight_bytes: int
+    spent_bytes: float
+    spent_at_s: float
+
+
+class _Row(NamedTuple):
+    """The numbers of one peer; its view has them, too, among many others, and most of its memory is cold.
+
+    While its rate is unknown all are 0 but for the last.
+    """
+
+    least_s: float
+    """No first token is earlier. Rows are in this order."""
+    peer: str
+    queue_s: float
+    token_s: float
+    backlog_s: float
+    byte_s: float
+    trip_s: float
+    clear_until_s: float
+
+
 class PeerTable:
-    """Peers by name, each with its view; the earliest first token of all is found at once."""
+    """Peers by name, each with its view; the earliest first token is found without a look at all of them."""
 
     def __init__(self, peers: Iterable[PeerView] = ()) -> None:
-        self._views: list[PeerView] = []
-        self._index: dict[str, int] = {}
-        # Numbers, not views: a hundred of those are a thousand places in memory, most of them cold.
-        self._queue_s = array("d")
-        self._token_s = array("d")
-        self._backlog_s = array("d")
-        self._byte_s = array("d")
-        self._trip_s = array("d")
-        self._clear_until_s = array("d")
+        self._views: dict[str, PeerView] = {}
+        self._booked: dict[str, Booking] = {}
+        """What is newer than the views."""
+        self._row_of: dict[str, _Row] = {}
+        self._rows: list[_Row] = []
         for peer in peers:
             self.put(peer)
 
@@ -29,40 +55,48 @@ class PeerTable:
 
     def __contains__(self, name: str) -> bool:
         """Return whether there is a peer of that name."""
-        return name in self._index
+        return name in self._views
 
     def __getitem__(self, name: str) -> PeerView:
         """Return a peer's view. Raises KeyError for a name that there is not."""
-        return self._views[self._index[name]]
+        view = self._views[name]
+        booked = self._booked.pop(name, None)
+        if booked is not None:
+            view = self._views[name] = replace(
+                view,
+                num_inflight=booked.num_inflight,
+                num_inflight_tokens=booked.num_inflight_tokens,
+                num_inflight_bytes=booked.num_inflight_bytes,
+                spent_bytes=booked.spent_bytes,
+                spent_at_s=booked.spent_at_s,
+            )
+        return view
 
     @property
     def views(self) -> tuple[PeerView, ...]:
         """Return all views, in the order in which the peers came."""
-        return tuple(self._views)
+        return tuple([self[name] for name in self._views])
 
     def put(self, view: PeerView) -> None:
-        """Take a view for what is known of its peer."""
-        index = self._index.setdefault(view.peer, len(self._views))
-        if index == len(self._views):
-            self._views.append(view)
-            for column in self._columns:
-                column.append(0.0)
-        self._views[index] = view
-        is_known = view.token_s is not None
-        self._token_s[index] = view.token_s or 0.0
-        self._queue_s[index] = view.queue_s if is_known else 0.0
-        self._backlog_s[index] = view.backlog_s if is_known else 0.0
-        self._byte_s[index] = view.byte_s if is_known else 0.0
-        self._trip_s[index] = view.trip_s if is_known else 0.0
-        self._clear_until_s[index] = view.clear_until_s
+        """Take a view for all that is known of its peer."""
+        self._booked.pop(view.peer, None)
+        self._views[view.peer] = view
+        self._place(_row(view, view.num_inflight_tokens, view.num_inflight_bytes))
+
+    def book(self, name: str, booked: Booking) -> None:
+        """Let a peer have these counts in flight. Raises KeyError for a name that there is not.
+
+        Its view is made anew once somebody asks for it: no decision has to wait for that.
+        """
+        view = self._views[name]
+        self._booked[name] = booked
+        self._place(_row(view, booked.num_inflight_tokens, booked.num_inflight_bytes))
 
     def remove(self, name: str) -> None:
         """Forget a peer. Raises KeyError for a name that there is not."""
-        gone = self._index.pop(name)
-        del self._views[gone]
-        for column in self._columns:
-            del column[gone]
-        self._index = {view.peer: index for index, view in enumerate(self._views)}
+        del self._views[name]
+        self._booked.pop(name, None)
+        del self._rows[bisect_left(self._rows, self._row_of.pop(name))]
 
     def best(
         self,
@@ -78,64 +112,69 @@ class PeerTable:
         `hits` are leading tokens that peers have, by name. One that was heard lately comes before all that
         were not: if none was, all are tried. Those of unknown rate come first, by load; ties by name.
         """
-        to_compute = self._to_compute(num_tokens, hits)
-        streamed_bytes = num_kv_bytes - num_tail_bytes
-        best, best_key = None, (inf, 0, "")
-        stale, stale_key = None, (inf, 0, "")
-        best_s = inf
-        for index, (tokens, queue_s, token_s, backlog_s, byte_s, trip_s) in enumerate(
-            zip(
-                to_compute,
-                self._queue_s,
-                self._token_s,
-                self._backlog_s,
-                self._byte_s,
-                self._trip_s,
-                strict=True,
-            )
-        ):
+        streamed_bytes, hit_of = num_kv_bytes - num_tail_bytes, hits.get
+        best, best_s, stale, stale_s = "", inf, "", inf
+        for least_s, name, queue_s, token_s, backlog_s, byte_s, trip_s, clear_until_s in self._rows:
+            if least_s > best_s:
+                break
             # As PeerView.ttft_s, without its calls: there may be many peers.
-            computed_s, streamed_s = tokens * token_s, streamed_bytes * byte_s
-            ttft_s = queue_s + (computed_s if computed_s > streamed_s else streamed_s)  # noqa: FURB136
+            work_s, streamed_s = (num_tokens - hit_of(name, 0)) * token_s, streamed_bytes * byte_s
+            if streamed_s > work_s:
+                work_s = streamed_s
+            ttft_s = queue_s + work_s
             if backlog_s + streamed_s > ttft_s:
                 ttft_s = backlog_s + streamed_s
             ttft_s += num_tail_bytes * byte_s + trip_s
             if ttft_s > best_s:
                 continue
-            peer = self._views[index]
-            key = (ttft_s, peer.num_inflight_tokens, peer.peer)
-            if now_s > self._clear_until_s[index]:
-                if peer.refusal(now_s) is not None:
-                    continue
-                if peer.is_stale(now_s):
-                    if stale is None or key < stale_key:
-                        stale, stale_key = peer, key
-                    continue
-            if best is None or key < best_key:
-                best, best_key, best_s = peer, key, ttft_s
-        return best or stale
-
-    def _to_compute(self, num_tokens: int, hits: Mapping[str, int]) -> "array[float]":
-        tokens = array("d", (num_tokens,)) * len(self._views)
-        for name, hit_tokens in hits.items():
-            index = self._index.get(name)
-            if index is not None:
-                tokens[index] -= hit_tokens
-        return tokens
+            standing = "fresh" if now_s <= clear_until_s else self._standing(name, now_s)
+            if standing == "fresh" and self._precedes(name, ttft_s, best, best_s):
+                best, best_s = name, ttft_s
+            elif standing == "stale" and self._precedes(name, ttft_s, stale, stale_s):
+                stale, stale_s = name, ttft_s
+        chosen = best or stale
+        return self[chosen] if chosen else None
 
     def check(self) -> None:
-        """Re-derive the numbers from the views."""
-        assert self._index == {view.peer: index for index, view in enumerate(self._views)}
-        derived = PeerTable(self._views)
-        assert self._columns == derived._columns
+        """Re-derive the rows from the views."""
+        rows = [
+            _row(view, view.num_inflight_tokens, view.num_inflight_bytes) for view in self.views
+        ]
+        assert {row.peer: row for row in rows} == self._row_of
+        assert sorted(rows) == self._rows
+        assert not self._booked
 
-    @property
-    def _columns(self) -> tuple["array[float]", ...]:
-        return (
-            self._queue_s,
-            self._token_s,
-            self._backlog_s,
-            self._byte_s,
-            self._trip_s,
-            self._clear_until_s,
-        )
+    def _place(self, row: _Row) -> None:
+        old = self._row_of.get(row.peer)
+        if old is not None:
+            del self._rows[bisect_left(self._rows, old)]
+        insort(self._rows, row)
+        self._row_of[row.peer] = row
+
+    def _standing(self, name: str, now_s: float) -> Literal["fresh", "stale", "refused"]:
+        view = self[name]
+        if view.refusal(now_s) is not None:
+            return "refused"
+        return "stale" if view.is_stale(now_s) else "fresh"
+
+    def _precedes(self, name: str, ttft_s: float, other: str, other_s: float) -> bool:
+        if not other or ttft_s != other_s:
+            return not other or ttft_s < other_s
+        ours, theirs = self[name], self[other]
+        return (ours.num_inflight_tokens, name) < (theirs.num_inflight_tokens, other)
+
+
+def _row(view: PeerView, num_inflight_tokens: int, num_inflight_bytes: int) -> _Row:
+    if view.token_s is None:
+        return _Row(0.0, view.peer, 0.0, 0.0, 0.0, 0.0, 0.0, view.clear_until_s)
+    queue_s = view.queue_with_s(num_inflight_tokens)
+    return _Row(
+        least_s=queue_s + view.trip_s,
+        peer=view.peer,
+        queue_s=queue_s,
+        token_s=view.token_s,
+        backlog_s=view.backlog_with_s(num_inflight_bytes),
+        byte_s=view.byte_s,
+        trip_s=view.trip_s,
+        clear_until_s=view.clear_until_s,
+    )

@@ -19,9 +19,9 @@ from prfaas.scheduler.peer_states import (
     after,
     later,
 )
-from prfaas.scheduler.peer_table import PeerTable
+from prfaas.scheduler.peer_table import Booking, PeerTable
 from prfaas.scheduler.profile import Link
-from prfaas.scheduler.sides import spend, spent_fraction
+from prfaas.scheduler.sides import spent_fraction, spent_with
 from prfaas.scheduler.view import LocalView, PeerState, PeerView, View, known_rate
 from prfaas.types import RouteName
 
@@ -173,13 +173,17 @@ class Router:
                 num_bytes=request.num_kv_bytes,
                 started_s=now_s,
             )
-            booked = replace(
-                peer,
-                num_inflight=peer.num_inflight + 1,
-                num_inflight_tokens=peer.num_inflight_tokens + num_tokens,
-                num_inflight_bytes=peer.num_inflight_bytes + request.num_kv_bytes,
+            spent_bytes, spent_at_s = spent_with(
+                peer, request.num_kv_bytes, self._options.egress_target, now_s
             )
-            self._peers.put(spend(booked, request.num_kv_bytes, self._options.egress_target, now_s))
+            booked = Booking(
+                peer.num_inflight + 1,
+                peer.num_inflight_tokens + num_tokens,
+                peer.num_inflight_bytes + request.num_kv_bytes,
+                spent_bytes,
+                spent_at_s,
+            )
+            self._peers.book(peer.peer, booked)
         return decided
 
     def _remember(self, request: RouteRequest, decided: Route) -> None:

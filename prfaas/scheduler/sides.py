@@ -4,7 +4,7 @@ The policies are those that the simulator drives; a node is a local cluster of o
 peer a PrfaaS cluster of one.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -156,12 +156,16 @@ def _link(peer: PeerView, egress_target: float, now_s: float) -> LinkView:
     )
 
 
-def spend(peer: PeerView, num_bytes: int, egress_target: float, now_s: float) -> PeerView:
-    """Return the view with so many bytes more spent; a link of unknown rate has no budget."""
+def spent_with(
+    peer: PeerView, num_bytes: int, egress_target: float, now_s: float
+) -> tuple[float, float]:
+    """Return `spent_bytes` and `spent_at_s` of a peer once so many bytes more are spent now.
+
+    A link of unknown rate has no budget: nothing is spent.
+    """
     if not peer.byte_s:
-        return peer
-    spent = spent_bytes(peer, egress_target, now_s) + num_bytes
-    return replace(peer, spent_bytes=spent, spent_at_s=now_s)
+        return peer.spent_bytes, peer.spent_at_s
+    return spent_bytes(peer, egress_target, now_s) + num_bytes, now_s
 
 
 def spent_fraction(peer: PeerView, egress_target: float, now_s: float) -> float:

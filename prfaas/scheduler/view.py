@@ -71,8 +71,7 @@ class PeerView:
 
     def __post_init__(self) -> None:
         """Work out once what each decision about the peer needs: there are many for one change."""
-        rate = known_rate(self.prefill_tokens_per_s) or known_rate(self.reported_tokens_per_s)
-        queue_tokens = max(self.num_queue_tokens, self.num_inflight_tokens, 0)
+        rate = self._tokens_per_s
         link_rate, rtt_s = known_rate(self.link_bytes_per_s), self.rtt_s
         if self.expected_link is not None:
             floor = known_rate(self.link_floor_bytes_per_s) or 0.0
@@ -81,14 +80,28 @@ class PeerView:
         is_clear = self.state == "ready" and self.num_failures <= 0 and self.heard_s is not None
         keep = object.__setattr__
         keep(self, "token_s", None if rate is None else 1 / rate)
-        keep(self, "queue_s", 0.0 if rate is None else queue_tokens / rate)
+        keep(self, "queue_s", self.queue_with_s(self.num_inflight_tokens))
         byte_s = 0.0 if link_rate is None else 1 / link_rate
         keep(self, "byte_s", byte_s)
-        keep(self, "backlog_s", max(self.num_inflight_bytes, 0) * byte_s)
+        keep(self, "backlog_s", self.backlog_with_s(self.num_inflight_bytes))
         keep(self, "trip_s", rtt_s or 0.0)
         keep(
             self, "clear_until_s", (self.heard_s or 0.0) + STALE_AFTER_S if is_clear else -math.inf
         )
+
+    @property
+    def _tokens_per_s(self) -> float | None:
+        return known_rate(self.prefill_tokens_per_s) or known_rate(self.reported_tokens_per_s)
+
+    def queue_with_s(self, num_inflight_tokens: int) -> float:
+        """Return `queue_s` as it is with so many tokens of ours in flight."""
+        rate = self._tokens_per_s
+        queue_tokens = max(self.num_queue_tokens, num_inflight_tokens, 0)
+        return 0.0 if rate is None else queue_tokens / rate
+
+    def backlog_with_s(self, num_inflight_bytes: int) -> float:
+        """Return `backlog_s` as it is with so many bytes in flight."""
+        return max(num_inflight_bytes, 0) * self.byte_s
 
     def is_stale(self, now_s: float) -> bool:
         """Return whether it may be gone, for it was not heard for too long."""
