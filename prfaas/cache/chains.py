@@ -120,8 +120,8 @@ class Chains:
         self._max_blocks = max_blocks
         self._full = self._state = 0
         """Bits of groups."""
-        self._windows: list[tuple[int, int]] = []
-        """(bit, blocks of the window that a place needs, far from the prompt's beginning)."""
+        self._windows: dict[int, int] = {}
+        """Bit -> blocks of the window that a place needs, far from the prompt's beginning."""
         for group, spec in enumerate(layout.groups):
             if isinstance(spec, FullSpec):
                 self._full |= 1 << group
@@ -129,9 +129,10 @@ class Chains:
                 far = 2 * (spec.window_tokens + layout.block_tokens)
                 far_tokens = far - far % layout.block_tokens
                 reach = len(held_blocks(spec, far_tokens, layout.block_tokens))
-                self._windows.append((1 << group, reach))
+                self._windows[1 << group] = reach
             else:
                 self._state |= 1 << group
+        self._needed = [bit for bit, reach in self._windows.items() if reach]
         self.has_places = bool(self._windows or self._state)
         """Whether it takes more than keys to continue a prompt; else there are no places."""
         self.keys = Told()
@@ -195,8 +196,9 @@ class Chains:
     def _gained(self, block: _Block, bit: int) -> None:
         if bit & self._full:
             self._settle(block)
+            return
         self._look_for_place(block)
-        reach = self._reach(bit)
+        reach = self._windows.get(bit, 0)
         if reach > 1 and block.first is not None:
             for near in _descendants(block, reach - 1):
                 self._look_for_place(near)
@@ -205,7 +207,7 @@ class Chains:
         if bit & self._full:
             self._settle(block)
         else:
-            reach = self._reach(bit)
+            reach = self._windows.get(bit, 0)
             if block.is_place and (reach or bit & self._state):
                 self._set_place(block, is_place=False)
             if reach > 1 and block.first is not None:
@@ -226,10 +228,6 @@ class Chains:
         block.unlink()
         del self._blocks[block.key]
 
-    def _reach(self, bit: int) -> int:
-        """Return how many places in a row need a block of that window; 0 for other groups."""
-        return next((reach for window, reach in self._windows if window == bit), 0)
-
     def _settle(self, block: _Block) -> None:
         """Let a block be a key or not, and those behind it that this decides."""
         changed = [block]
@@ -247,7 +245,8 @@ class Chains:
                 if block.is_place:
                     self._set_place(block, is_place=False)
                 self.keys.remove(block.key)
-            changed += block.children()
+            if block.first is not None:
+                changed += block.children()
 
     def _look_for_place(self, block: _Block) -> None:
         """Let a key be a place if all is here that it takes."""
@@ -257,7 +256,9 @@ class Chains:
     def _can_go_on(self, block: _Block) -> bool:
         if (block.ram | block.on_disk) & self._state != self._state:
             return False
-        for bit, reach in self._windows:
+        if block.parent is not None and block.parent.is_place:  # its windows lack this block alone
+            return all((block.ram | block.on_disk) & bit for bit in self._needed)
+        for bit, reach in self._windows.items():
             at: _Block | None = block
             for _ in range(reach):
                 if at is None:
@@ -301,7 +302,12 @@ def _descendants(block: _Block, num_levels: int) -> Iterator[_Block]:
     deepest = block.depth + num_levels
     waiting = list(block.children())
     while waiting:
-        block = waiting.pop()
-        yield block
-        if block.depth < deepest:
-            waiting += block.children()
+        at: _Block | None = waiting.pop()
+        while at is not None:  # mostly one child each
+            yield at
+            if at.depth == deepest or at.first is None:
+                break
+            if at.first.after is not None:
+                waiting += at.children()
+                break
+            at = at.first
