@@ -262,7 +262,7 @@ def story_headers(records: Sequence[RequestRecord]) -> dict[str, str]:
         return {}
     record = records[0]
     reason = "".join(char if " " <= char <= "~" else "?" for char in record.reason)
-    return {
+    headers = {
         "X-Prfaas-Route": record.route,
         "X-Prfaas-Reason": reason[:MAX_REASON_CHARS],
         "X-Prfaas-Tokens-Reused": str(record.tokens_reused),
@@ -270,3 +270,6 @@ def story_headers(records: Sequence[RequestRecord]) -> dict[str, str]:
         "X-Prfaas-Tokens-Remote": str(record.tokens_remote),
         "X-Prfaas-Bytes-Received": str(record.bytes_received),
     }
+    if record.node is not None:
+        headers["X-Prfaas-Node"] = record.node
+    return headers

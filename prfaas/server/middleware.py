@@ -27,7 +27,7 @@ PUBLIC_PATHS = frozenset({"/health", "/ready"})
 """Served without a key: an orchestrator's probes."""
 PREFLIGHT_MAX_AGE_S = 600
 EXPOSED_HEADERS = (
-    "X-Request-Id, X-Prfaas-Route, X-Prfaas-Reason, X-Prfaas-Tokens-Reused,"
+    "X-Request-Id, X-Prfaas-Node, X-Prfaas-Route, X-Prfaas-Reason, X-Prfaas-Tokens-Reused,"
     " X-Prfaas-Tokens-Local, X-Prfaas-Tokens-Remote, X-Prfaas-Bytes-Received, Retry-After"
 )
 

@@ -124,7 +124,7 @@ async def test_an_answer_is_the_same_when_its_node_dies_after_the_first_delta():
             stream=True, stream_options={"include_usage": True}
         )
         assert (status, text_of(events)) == (200, text)
-        assert headers["X-Prfaas-Route"] == "local"
+        assert (headers["X-Prfaas-Route"], headers["X-Prfaas-Node"]) == ("local", dying.name)
         story = events[-1]["usage"]["prfaas"]
         assert (story["retries"], story["node"] != dying.name) == (1, True)
         assert events[-1]["usage"]["completion_tokens"] == 6
