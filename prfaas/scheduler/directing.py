@@ -85,7 +85,7 @@ class Director:
             outside = self._outside(wanted, node, inside, offer, now_s, request_id)
             if outside.side == "wide":
                 return outside
-            inside = self._with_foreign(wanted, node, outside, offer.foreign, now_s)
+            inside = self._with_foreign(wanted, node, outside, offer, now_s)
         if inside.side == "near" and request_id is not None:
             self._book_near(request_id, inside, now_s)
         return inside
@@ -106,7 +106,9 @@ class Director:
         among = None if is_all else wide
         source = self._before_wide(inside.source, wide)
         hit_tokens = wanted.hit_of(node.name) if source is None else source.num_tokens
-        request = _request(wanted, hit_tokens, wide)
+        request = inside.request
+        if hit_tokens != request.hit_tokens:
+            request = _request(wanted, hit_tokens, offer)
         local = _as_local(inside, request, node)
         if request_id is None:
             route = self._wide.decide(
@@ -168,7 +170,7 @@ class Director:
         source = offer.rest.source if fetch_s else None
         if source is not None:
             hit_tokens = source.num_tokens
-        request = _request(wanted, hit_tokens, near)
+        request = _request(wanted, hit_tokens, offer)
         here = Directed(
             "here",
             "at_decoder" if node.only_decodes else "short",
@@ -180,21 +182,16 @@ class Director:
             return here._replace(reason="forced")
         if node.only_decodes and request.uncached_tokens <= MAX_TOKENS_AT_DECODER:
             return here
-        there = self._there(wanted, node, near, now_s)
-        if there.prefill_at is None:
-            return here._replace(reason=there.reason) if node.only_decodes else here
-        if node.only_decodes or wanted.force == "remote":
-            return there
-        here_known_s, there_s = here.predicted_ttft_s, there.predicted_ttft_s
-        if here_known_s is None or there_s is None or there_s > here_known_s - NEAR_GAIN_S:
-            return here
-        return there
+        if not near:
+            return here._replace(reason="no_peer") if node.only_decodes else here
+        there = self._there(wanted, node, offer, near, now_s)
+        return _sooner(here, there, is_asked=node.only_decodes or wanted.force == "remote")
 
     def _there(
-        self, wanted: Wanted, node: Standing, near: list[PeerView], now_s: float
+        self, wanted: Wanted, node: Standing, offer: Offer, near: list[PeerView], now_s: float
     ) -> Directed:
         """Return the best PD-P, or why there is none."""
-        request = _request(wanted, wanted.hit_of(node.name), near)
+        request = _request(wanted, wanted.hit_of(node.name), offer)
         route = self._near.decide(
             request, local=LocalView(), now_s=now_s, force="remote", among=near
         )
@@ -214,14 +211,14 @@ class Director:
         wanted: Wanted,
         node: Standing,
         here: Directed,
-        foreign: Source | None,
+        offer: Offer,
         now_s: float,
     ) -> Directed:
         """Return a prefill at the decoder, with another cluster's prefix if its bytes are worth it.
 
         Where they are scarce they cost a multiple of their time (PrfaaS §3.4.3, bandwidth plentiful).
         """
-        hit_tokens = here.request.hit_tokens
+        foreign, hit_tokens = offer.foreign, here.request.hit_tokens
         if here.side != "here" or foreign is None or foreign.num_tokens <= hit_tokens:
             return here
         byte_s = self._links.byte_s(foreign.node)
@@ -235,7 +232,7 @@ class Director:
         price_s = PRICE * self._scarcity(foreign.node, now_s) * num_bytes * byte_s
         if ttft_s + price_s + MIN_FETCH_GAIN_S >= here.predicted_ttft_s:
             return here
-        request = _request(wanted, foreign.num_tokens, [])
+        request = _request(wanted, foreign.num_tokens, offer)
         return here._replace(source=foreign, request=request, predicted_ttft_s=ttft_s)
 
     def _scarcity(self, name: str, now_s: float) -> float:
@@ -245,10 +242,23 @@ class Director:
         return self._wide.scarcity(name, now_s)
 
 
-def _request(wanted: Wanted, hit_tokens: int, peers: list[PeerView]) -> RouteRequest:
-    hits = wanted.hits
+def _sooner(here: Directed, there: Directed, *, is_asked: bool) -> Directed:
+    """Return one of two places in the cluster: the other node if it is asked for, or known to be sooner."""
+    if there.prefill_at is None:
+        return here._replace(reason=there.reason) if is_asked else here
+    here_s, there_s = here.predicted_ttft_s, there.predicted_ttft_s
+    if is_asked:
+        return there
+    is_sooner = here_s is not None and there_s is not None and there_s <= here_s - NEAR_GAIN_S
+    return there if is_sooner else here
+
+
+def _request(wanted: Wanted, hit_tokens: int, offer: Offer) -> RouteRequest:
+    hits, peer_hits = wanted.hits, dict[str, int]()
+    if hits:
+        names = [peer.peer for peers in (offer.near, offer.wide) for peer in peers]
+        peer_hits = {name: wanted.hit_of(name) for name in names if name in hits}
     num_bytes, tail_bytes = wanted.sizes(hit_tokens)
-    peer_hits = {p.peer: wanted.hit_of(p.peer) for p in peers if p.peer in hits} if hits else {}
     return RouteRequest(
         num_tokens=wanted.num_tokens,
         hit_tokens=hit_tokens,

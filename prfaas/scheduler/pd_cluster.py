@@ -156,20 +156,22 @@ class PdCluster:
         return seen[2]
 
     def _sources(
-        self, wanted: Wanted, nodes: Iterable[Standing], now_s: float
+        self, wanted: Wanted, holders: Iterable[Standing], now_s: float
     ) -> tuple[Source | None, Source | None]:
         """Return the longest prefixes inside and outside the cluster; ties by name."""
         inside: Source | None = None
         outside: Source | None = None
-        for node in nodes:
-            hit_tokens = wanted.hit_of(node.name)
+        for node in holders:
+            is_inside = node.cluster == self.name and node.heartbeat.role == "pd"
+            best, hit_tokens = inside if is_inside else outside, wanted.hit_of(node.name)
+            if best is not None and (-hit_tokens, node.name) > (-best.num_tokens, best.node):
+                continue
             if not hit_tokens or prefill_refusal(wanted, node, now_s) is not None:
                 continue
-            found = Source(node.name, hit_tokens)
-            if node.heartbeat.role == "pd" and node.heartbeat.cluster == self.name:
-                inside = _longer(inside, found)
+            if is_inside:
+                inside = Source(node.name, hit_tokens)
             elif self.links.byte_s(node.name) is not None:
-                outside = _longer(outside, found)
+                outside = Source(node.name, hit_tokens)
         return inside, outside
 
     def _elsewhere(
@@ -186,20 +188,24 @@ class PdCluster:
         if wanted.force == "local":
             near, wide = [], []
         threshold = None if wanted.force == "remote" else self._fixed_threshold()
-        best_of: dict[bool, PeerView | None] = {}
+        guess_s, best_of = guess.token_s, dict[bool, PeerView | None]()
 
         def prefill_s(hit_tokens: int) -> float:
             has_wide = threshold is None or wanted.num_tokens - hit_tokens > threshold
             num_bytes, _ = wanted.sizes(hit_tokens)
             if has_wide not in best_of:  # by bytes for this hit; those for others change little
                 peers = [*near, *wide] if has_wide else near
-                times = [(_ttft_s(peer, wanted, num_bytes, guess.token_s), peer) for peer in peers]
+                times = [(_ttft_s(peer, wanted, num_bytes, guess_s), peer) for peer in peers]
                 best_of[has_wide] = min(times, key=itemgetter(0))[1] if times else None
             best = best_of[has_wide]
-            return inf if best is None else _ttft_s(best, wanted, num_bytes, guess.token_s)
+            return inf if best is None else _ttft_s(best, wanted, num_bytes, guess_s)
 
-        near_byte_s = self.links.near_byte_s(None if source is None else source.node)
-        return Elsewhere(wanted, source=source, near_byte_s=near_byte_s, prefill_s=prefill_s)
+        return Elsewhere(
+            wanted,
+            source=source,
+            near_byte_s=self.links.near_byte_s(None if source is None else source.node),
+            prefill_s=prefill_s,
+        )
 
     def _fixed_threshold(self) -> float | None:
         """Return the uncached tokens up to which nothing goes to a PrfaaS node, where the policy has them."""
@@ -221,12 +227,6 @@ def _usable(peers: list[PeerView], now_s: float) -> list[PeerView]:
 def _best_heard(nodes: list[Standing], now_s: float) -> list[Standing]:
     """Return those that are as good as any, or all if none is."""
     return [node for node in nodes if not node.is_second_choice(now_s)] or nodes
-
-
-def _longer(old: Source | None, new: Source) -> Source:
-    if old is None or (new.num_tokens, old.node) > (old.num_tokens, new.node):
-        return new
-    return old
 
 
 def _ttft_s(peer: PeerView, wanted: Wanted, num_bytes: int, guess_s: float) -> float:

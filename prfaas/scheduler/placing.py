@@ -157,8 +157,11 @@ class Elsewhere:
         self._wanted = wanted
         self._near_byte_s = near_byte_s
         self._prefill_s = prefill_s
-        self._prefill_s_of = {0: prefill_s(0)}
+        self._prefill_s_of: dict[int, float] = {}
         self._fetch_s_of: dict[int, float] = {}
+        self.cold_s = self.prefill_s(0)
+        self.cold_fetch_s = 0.0 if source is None else self.fetch_s(0)
+        """The two for a node without a hit."""
 
     def prefill_s(self, hit_tokens: int) -> float:
         """Return the seconds to the first token of a prefill elsewhere."""
@@ -212,18 +215,16 @@ def choose(
     Of equal ones the one that was not chosen for longest, then by name. A node whose heartbeat is late, or
     that has to show first that it works, is chosen only if there is no other.
     """
-    first: list[Standing] = []
-    second: list[Standing] = []
-    is_picky = wanted.numerics is not None or bool(wanted.excluded)
-    for node in standings:
-        if is_picky or now_s > node.clear_until_s or not node.can_decode:
-            if decode_refusal(wanted, node, now_s) is not None:
-                continue
-            if node.is_second_choice(now_s):
-                second.append(node)
-                continue
-        first.append(node)
-    nodes = first or second
+    nodes = [node for node in standings if now_s <= node.decodes_until_s]
+    if wanted.numerics is not None or wanted.excluded:
+        nodes = [node for node in nodes if decode_refusal(wanted, node, now_s) is None]
+    others = [
+        node
+        for node in standings
+        if now_s > node.decodes_until_s and decode_refusal(wanted, node, now_s) is None
+    ]
+    nodes += [node for node in others if not node.is_second_choice(now_s)]
+    nodes = nodes or others
     if not nodes:
         return no_node(wanted, standings, now_s)
     best = _cheapest(wanted, nodes, rests, guess)
@@ -233,18 +234,29 @@ def choose(
 def _cheapest(
     wanted: Wanted, nodes: list[Standing], rests: Mapping[str, Elsewhere], guess: Assumed
 ) -> Standing:
-    hits, found = wanted.hits, []
+    hits, num_tokens = wanted.hits, wanted.num_tokens
+    found: list[tuple[float, int, float, Standing]] = []
     least_s = limit_s = inf
     for node in nodes:
         price = node.load.price
         if price is None or price[0] is not guess:
             price = node.price(guess)
-        if price[3] > limit_s:  # its crowd alone costs too much
+        _, token_s, queue_s, crowd_s, share = price
+        if crowd_s > limit_s:
             continue
+        rest = rests[node.cluster]
         hit_tokens = wanted.hit_of(node.name) if hits and node.name in hits else 0
-        seconds = cost_s(wanted, node, hit_tokens, price, rests[node.cluster])
+        if hit_tokens or node.only_decodes:
+            seconds = cost_s(wanted, node, hit_tokens, price, rest)
+        else:  # the same for a node that has nothing of the prompt, without the calls: most have not
+            seconds = queue_s + num_tokens * token_s
+            fetch_s, source_tokens = rest.cold_fetch_s, rest.source_tokens
+            if source_tokens * token_s > fetch_s + MIN_FETCH_GAIN_S:
+                seconds = queue_s if queue_s > fetch_s else fetch_s  # noqa: FURB136
+                seconds += (num_tokens - source_tokens) * token_s + FETCH_CONCERN * fetch_s
+            seconds = crowd_s + (seconds if seconds < rest.cold_s else rest.cold_s)  # noqa: FURB136
         if seconds <= limit_s:
-            found.append((seconds, hit_tokens, price[4], node))
+            found.append((seconds, hit_tokens, share, node))
             if seconds < least_s:
                 least_s = seconds
                 limit_s = least_s + max(ALIKE_FRACTION * least_s, ALIKE_S)

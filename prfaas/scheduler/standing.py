@@ -355,6 +355,8 @@ class Standing:
         """Until then it may be used like any other, whatever else is true; -inf promises nothing."""
         if self._refuses_until_s > self.heard_s:
             self.clear_until_s = -inf
+        self.decodes_until_s = self.clear_until_s if self.can_decode else -inf
+        """The same of a request to decode."""
 
 
 def _count(value: float) -> int:
