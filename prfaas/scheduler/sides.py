@@ -165,7 +165,8 @@ def spent_with(
     """
     if not peer.byte_s:
         return peer.spent_bytes, peer.spent_at_s
-    return spent_bytes(peer, egress_target, now_s) + num_bytes, now_s
+    spent = spent_bytes(peer, egress_target, now_s) + num_bytes
+    return min(spent, _most_bytes(peer, egress_target)), now_s
 
 
 def spent_fraction(peer: PeerView, egress_target: float, now_s: float) -> float:
@@ -180,4 +181,8 @@ def spent_bytes(peer: PeerView, egress_target: float, now_s: float) -> float:
         return 0.0
     rate = egress_target / peer.byte_s
     left = peer.spent_bytes - rate * max(0.0, now_s - peer.spent_at_s)
-    return min(max(left, 0.0), 2 * BUDGET_BURST_S * rate)
+    return min(max(left, 0.0), _most_bytes(peer, egress_target))
+
+
+def _most_bytes(peer: PeerView, egress_target: float) -> float:
+    return 2 * BUDGET_BURST_S * egress_target / peer.byte_s
