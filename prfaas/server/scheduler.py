@@ -24,6 +24,7 @@ from prfaas.scheduler.heartbeat import PERIOD_S
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.server.fleet_driver import FleetDriver
 from prfaas.server.fleet_routes import FleetRoutes
+from prfaas.server.fleet_view import FleetView
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.node import NodeLoad, Progress
 from prfaas.server.node_links import NodeLinks
@@ -40,6 +41,8 @@ from prfaas.transport.security import ChannelSecurity, asker_security
 from prfaas.types import Request, RouteName
 
 CLEANUP_TIMEOUT_S = 5.0
+MAX_NODE_SESSIONS = 4096
+"""Four times the nodes of the largest fleet: each one has one, and another after each of its starts."""
 
 
 class SchedulerNode:
@@ -60,6 +63,7 @@ class SchedulerNode:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self._options = options
+        self._scheduler = scheduler
         self._clock = clock
         security = security or ChannelSecurity()
         self._links = NodeLinks(options, security)
@@ -74,7 +78,12 @@ class SchedulerNode:
         key = security.cluster_key
         side = None
         if key is not None:
-            side = PeerSide(key, identity=self.identity, epoch=secrets.token_hex(32))
+            side = PeerSide(
+                key,
+                identity=self.identity,
+                epoch=secrets.token_hex(32),
+                max_sessions=MAX_NODE_SESSIONS,
+            )
         self._routes = FleetRoutes(self.driver, Gate(side))
         self._tasks: asyncio.TaskGroup | None = None
         self._look_task: asyncio.Task[None] | None = None
@@ -107,8 +116,20 @@ class SchedulerNode:
         return self.driver.is_ready
 
     def load(self) -> NodeLoad:
-        """Return how many requests are on their way."""
-        return NodeLoad(num_running=len(self._relays))
+        """Return how many requests are on their way, and how the fleet is."""
+        return NodeLoad(num_running=len(self._relays), fleet=self._fleet_view())
+
+    def _fleet_view(self) -> FleetView:
+        fleet, members = self.driver.fleet, self.members()
+        clusters = {each.heartbeat.cluster for each in members if each.heartbeat.role == "pd"}
+        return FleetView(
+            members=members,
+            threshold_tokens={each: fleet.threshold_tokens(each) for each in sorted(clusters)},
+            policy=self._scheduler.policy_in_force,
+            egress_target=self._scheduler.egress_target,
+            num_keys=self.driver.num_keys,
+            num_conversions=self.driver.num_conversions,
+        )
 
     def routes(self) -> list[web.AbstractRouteDef]:
         """Return the routes for the fleet's nodes."""

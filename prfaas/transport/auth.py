@@ -191,8 +191,11 @@ class Caller:
 class PeerSide:
     """The peer's part: challenges under way and sessions, both bounded; the oldest fall out."""
 
-    def __init__(self, key: ClusterKey, *, identity: Identity, epoch: str) -> None:
+    def __init__(
+        self, key: ClusterKey, *, identity: Identity, epoch: str, max_sessions: int = MAX_SESSIONS
+    ) -> None:
         self._key = key
+        self._max_sessions = max_sessions
         self._identity = identity
         self._epoch = epoch
         self._challenges: OrderedDict[str, _Challenge] = OrderedDict()
@@ -220,7 +223,7 @@ class PeerSide:
             raise UntrustedPeer("the asker did not prove that it has our cluster key")
         session = _session(self._key, challenge.asker, challenge.peer)
         self._sessions[session.session_id] = (session, _Counters())
-        if len(self._sessions) > MAX_SESSIONS:
+        if len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)
 
     def check(self, signature: str, method: str, path: str, body: bytes) -> Caller:

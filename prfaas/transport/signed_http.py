@@ -108,12 +108,10 @@ class SignedHttp:
         """
         session = await self._session(ours)
         try:
-            response, counter = await self._ask(path, body, silence_s)
+            response, key = await self._ask(path, body, silence_s)
         except SessionLost:
             await self._renew(session, ours)
-            response, counter = await self._ask(path, body, silence_s)
-        session = self.trust.session
-        key = None if session is None else answer_key(session, counter)
+            response, key = await self._ask(path, body, silence_s)
         reader = LineReader(key, max_line_bytes=max_line_bytes)
         self.num_answers += 1
         try:
@@ -125,7 +123,9 @@ class SignedHttp:
 
     async def _ask(
         self, path: str, body: bytes, silence_s: float
-    ) -> tuple[aiohttp.ClientResponse, int]:
+    ) -> tuple[aiohttp.ClientResponse, ClusterKey | None]:
+        """Return the answer to a request, once it has begun, and the key of its lines."""
+        session = self.trust.session
         counter, signature = self.trust.sign("POST", path, body)
         headers = {"Content-Type": "application/json", **signature}
         with as_transfer_errors(self.address, self._tls_hint):
@@ -135,7 +135,7 @@ class SignedHttp:
                     async with response:
                         raise refusal_of(response, await read_bounded(response), self.address)
         self._tls_hint = ""
-        return response, counter
+        return response, None if session is None else answer_key(session, counter)
 
     async def _session(self, ours: Identity) -> Session | None:
         """Return the session of the next request, a new one if there is none; None without a key."""
@@ -208,7 +208,7 @@ class AnswerLines:
         while not self._texts:
             with as_transfer_errors(self._address):
                 async with asyncio.timeout(self._silence_s):
-                    data = await self._response.content.readany()
+                    data = await _read_some(self._response)
             if not data:
                 if not self._reader.is_between_lines:
                     raise TransferError(f"peer {self._address}: its answer ends within a line")
@@ -257,7 +257,15 @@ async def _drain(response: aiohttp.ClientResponse) -> None:
     """Read on to the end, so that the connection can serve again; what comes late does not matter."""
     with contextlib.suppress(TimeoutError, OSError, aiohttp.ClientError):
         async with asyncio.timeout(LAST_BYTES_S):
-            await response.content.readany()
+            await _read_some(response)
+
+
+async def _read_some(response: aiohttp.ClientResponse) -> bytes:
+    """Return what has come of a body, nothing at its end; raises ClientError, or what asyncio does."""
+    try:
+        return await response.content.readany()
+    except RuntimeError as error:  # aiohttp's, of a connection that is closed at this end
+        raise aiohttp.ClientConnectionError(str(error)) from error
 
 
 def refusal_of(
