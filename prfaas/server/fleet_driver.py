@@ -51,6 +51,8 @@ class FleetDriver:
         self.identity: Identity | None = None
         """What the fleet computes; None while there is no node."""
         self.layout: CacheLayout | None = None
+        self.num_conversions = 0
+        """Modes that nodes were asked to take."""
         self._prefixes: FleetPrefixes | None = None
         self._own = (tokenizer_fingerprint, template_fingerprint)
         self._accept_approximate = accept_approximate
@@ -206,6 +208,7 @@ class FleetDriver:
             log.warning("node.lost", node=node)
             await self._forget(node)
         for change in self.fleet.conversions(now_s):
+            self.num_conversions += 1
             log.info("node.converting", node=change.node, mode=change.mode)
 
     async def _forget(self, node: str) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from prfaas.cache.changes import CacheSnapshot, ChangeLog, Changes
 from prfaas.cache.spec import CacheLayout
@@ -18,6 +18,7 @@ from prfaas.errors import IncompatiblePeer, Overloaded, TransferError, Untrusted
 from prfaas.log import get_logger
 from prfaas.scheduler.heartbeat import Heartbeat, LinkReport, Mode, NodeRole
 from prfaas.server.fleet_client import FleetClient
+from prfaas.server.fleet_view import MemberState, MemberView
 from prfaas.server.heartbeat_messages import MAX_MESSAGE_KEYS, HeartbeatMessage, HeartbeatReply
 from prfaas.server.node import NodeLoad
 from prfaas.transport.address import parse_address
@@ -37,8 +38,6 @@ REFUSED_S = 10.0
 LEAVE_TIMEOUT_S = 2.0
 MAX_CHANGED_KEYS = 1 << 14
 """In one message."""
-
-MemberState = Literal["joining", "joined", "lost", "refused", "untrusted"]
 
 
 class FleetNode(Protocol):
@@ -148,6 +147,19 @@ class Member:
         self._untold: Changes | None = None
         """Of a message that was not answered: said again, word for word."""
         self._backoff_s = FIRST_BACKOFF_S
+        self._num_conversions = 0
+
+    def view(self) -> MemberView:
+        """Return the node's place in its fleet now."""
+        return MemberView(
+            scheduler=self.membership.scheduler,
+            name=self.membership.name,
+            cluster=self.membership.cluster,
+            mode=self._node.mode,
+            state=self.state,
+            detail=self.detail,
+            num_conversions=self._num_conversions,
+        )
 
     async def run(self) -> None:
         """Tell the scheduler how the node is until cancelled; a scheduler that comes later is found."""
@@ -204,6 +216,7 @@ class Member:
         self._wants_snapshot = reply.wants_snapshot
         if reply.mode is not None and reply.mode != self._node.mode:
             self._node.set_mode(reply.mode)
+            self._num_conversions += 1
         self._node.keep_peers(peer for peer in reply.peers if peer != self.membership.name)
         if reply.wants_snapshot or _is_full(message.changes):
             return HURRY_S

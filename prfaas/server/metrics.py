@@ -13,9 +13,12 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
+from prfaas.clock import Clock, monotonic_s
 from prfaas.server.cache_metrics import Family, cache_families
+from prfaas.server.fleet_metrics import routing_families
 from prfaas.server.link_metrics import link_families
 from prfaas.server.node import NodeLoad, PageState
+from prfaas.server.recent import Balance, RecentTimes
 from prfaas.types import RequestRecord
 
 Direction = Literal["received", "sent"]
@@ -29,6 +32,8 @@ PAGE_STATES: tuple[PageState, ...] = ("free", "referenced", "cached", "transfer"
 
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
+QUANTILES = (0.5, 0.9)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -66,6 +71,7 @@ class _LoadCollector(Collector):
         yield from _load_families().values()
         yield from cache_families(NodeLoad())
         yield from link_families(NodeLoad())
+        yield from routing_families(NodeLoad())
 
     def collect(self) -> Iterator[Family]:
         """Yield the families as the node is now."""
@@ -83,9 +89,11 @@ class _LoadCollector(Collector):
                 families["http_peers"].add_metric([peer], is_by_http)
             yield from cache_families(load)
             yield from link_families(load)
+            yield from routing_families(load)
         else:
             yield from cache_families(NodeLoad())
             yield from link_families(NodeLoad())
+            yield from routing_families(NodeLoad())
         yield from families.values()
 
 
@@ -106,16 +114,56 @@ def _load_families() -> dict[str, GaugeMetricFamily]:
     }
 
 
+class _RecentCollector(Collector):
+    """Gauges of the last requests; absent while there were none."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.ttft = RecentTimes()
+        self.itl = RecentTimes()
+        self.balance = Balance(clock)
+
+    def describe(self) -> Iterator[Family]:
+        """Yield the families without samples."""
+        yield from _recent_families()
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the families as the last requests were."""
+        ttft, itl, balance = _recent_families()
+        for family, recent in ((ttft, self.ttft), (itl, self.itl)):
+            for quantile, value_s in zip(
+                QUANTILES, recent.quantiles(*QUANTILES) or (), strict=False
+            ):
+                family.add_metric([f"{quantile:g}"], value_s)
+        ratio = self.balance.ratio
+        if ratio is not None:
+            balance.add_metric([], ratio)
+        yield from (ttft, itl, balance)
+
+
+def _recent_families() -> tuple[GaugeMetricFamily, ...]:
+    quantile = ["quantile"]
+    return (
+        GaugeMetricFamily("prfaas_ttft_recent_seconds", "TTFT, last requests.", labels=quantile),
+        GaugeMetricFamily("prfaas_itl_recent_seconds", "ITL, last tokens.", labels=quantile),
+        GaugeMetricFamily(
+            "prfaas_producer_consumer_ratio", "Prompts prefilled for each answer that ended."
+        ),
+    )
+
+
 class Metrics:
     """The counters and histograms of one node. Every method may be called from any thread."""
 
-    def __init__(self, *, version: str = "", role: str = "") -> None:
+    def __init__(self, *, version: str = "", role: str = "", clock: Clock = monotonic_s) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._reasons = BoundedLabel()
         self._failure_reasons = BoundedLabel()
         self._outcomes = BoundedLabel()
         self._load = _LoadCollector()
         self.registry.register(self._load)
+        self._recent = _RecentCollector(clock)
+        self.registry.register(self._recent)
+        self._node_reasons = BoundedLabel()
         build = Gauge("prfaas_build_info", "1, with the build's labels.", ["version", "role"],
                       registry=self.registry)  # fmt: skip
         build.labels(version, role).set(1)
@@ -178,6 +226,25 @@ class Metrics:
             registry=registry,
         )
 
+        self._ttft_ratio = Histogram(
+            "prfaas_ttft_predicted_ratio",
+            "Predicted over actual TTFT.",
+            ["route"],
+            buckets=_RATIO_BUCKETS,
+            registry=registry,
+        )
+        self._placements = Counter(
+            "prfaas_placements_total",
+            "Requests that a scheduler placed, by why at that node.",
+            ["reason"],
+            registry=registry,
+        )
+        self._retries = Counter(
+            "prfaas_retries_total",
+            "Further nodes that requests were placed at, because one refused or failed.",
+            registry=registry,
+        )
+
     def _make_transfers(self) -> None:
         self._kv_bytes = Counter(
             "prfaas_kv_bytes_total",
@@ -212,6 +279,10 @@ class Metrics:
         self._e2e.labels(record.route).observe(e2e_s)
         if record.ttft_s is not None:
             self._ttft.labels(record.route).observe(record.ttft_s)
+            self._recent.ttft.add(record.ttft_s)
+            if record.predicted_ttft_s is not None and record.ttft_s > 0:
+                ratio = record.predicted_ttft_s / record.ttft_s
+                self._ttft_ratio.labels(record.route).observe(ratio)
 
     def record_failed(self, record: RequestRecord | None, *, reason: str) -> None:
         """Count a generation that ended without its whole answer; the record if it got one."""
@@ -220,7 +291,18 @@ class Metrics:
             self._requests.labels(record.route, self._reasons.value(record.reason)).inc()
             self._count_tokens(record)
 
+    def record_begun(self) -> None:
+        """Take note that a prompt is prefilled: its answer has a first token."""
+        self._recent.balance.produced()
+
+    def record_ended(self) -> None:
+        """Take note that an answer that had begun has ended, whole or not."""
+        self._recent.balance.consumed()
+
     def _count_tokens(self, record: RequestRecord) -> None:
+        if record.node is not None:
+            self._placements.labels(self._node_reasons.value(record.node_reason or OTHER)).inc()
+            self._retries.inc(record.retries)
         self._prompt_tokens.labels("reused").inc(record.tokens_reused)
         self._prompt_tokens.labels("local").inc(record.tokens_local)
         self._prompt_tokens.labels("remote").inc(record.tokens_remote)
@@ -229,6 +311,7 @@ class Metrics:
     def record_token_gap(self, gap_s: float) -> None:
         """Note the time between two tokens of one choice."""
         self._itl.observe(gap_s)
+        self._recent.itl.add(gap_s)
 
     def transfer_bytes(self, direction: Direction, num_bytes: int) -> None:
         """Count KV bytes as they move."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from prfaas.cache.prefix import PrefixCache
 from prfaas.scheduler.view import PeerView
 from prfaas.server.engine_thread import EngineThread
+from prfaas.server.fleet_view import MemberView, RoutingView
 from prfaas.server.node import NodeLoad
 from prfaas.transport.link_state import LinkView
 
@@ -16,6 +17,8 @@ def node_load(
     num_transfers: int,
     peers_usable: Mapping[str, bool] | None = None,
     peers: Mapping[str, PeerView] | None = None,
+    routing: RoutingView | None = None,
+    member: MemberView | None = None,
     peers_by_http: Mapping[str, bool] | None = None,
     links: Mapping[str, LinkView] | None = None,
 ) -> NodeLoad:
@@ -37,6 +40,8 @@ def node_load(
         },
         peers_usable=peers_usable or {},
         peers=peers or {},
+        routing=routing,
+        member=member,
         peers_by_http=peers_by_http or {},
         links=links or {},
         lookups=counts.lookups,

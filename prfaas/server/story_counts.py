@@ -30,13 +30,15 @@ class StoryCounts:
         if index in self._last_s:
             self._metrics.record_token_gap(now_s - self._last_s[index])
         else:
+            if not self._last_s:
+                self._metrics.record_begun()
             for record in records:
                 self._records.add(record)
         self._last_s[index] = now_s
 
     def finished(self, records: Sequence[RequestRecord]) -> None:
         """Count an answer that is whole."""
-        self._has_ended = True
+        self._end()
         e2e_s = self._clock() - self._arrival_s
         for record in records:
             self._metrics.record_finished(record, e2e_s=e2e_s)
@@ -58,10 +60,15 @@ class StoryCounts:
         """Count an answer that ends before it is whole; a later word about it changes nothing."""
         if self._has_ended:
             return
-        self._has_ended = True
+        self._end()
         if not records:
             self._metrics.record_failed(None, reason=reason)
         for record in records:
             self._metrics.record_failed(record, reason=reason)
             self._records.add(record)
         log.info("request.unfinished", reason=reason)
+
+    def _end(self) -> None:
+        self._has_ended = True
+        if self._last_s:
+            self._metrics.record_ended()

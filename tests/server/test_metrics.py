@@ -117,7 +117,47 @@ def test_names_have_units_and_counters_end_in_total():
         assert family.name.startswith("prfaas_")
         assert family.documentation.endswith(".")
         if family.type == "histogram":
-            assert family.name.endswith("_seconds")
+            assert family.name.endswith(("_seconds", "_ratio"))
         for sample in family.samples:
             if family.type == "counter" and not sample.name.endswith("_created"):
                 assert sample.name.endswith("_total")
+
+
+def test_a_prediction_is_compared_with_what_came():
+    metrics = Metrics()
+    metrics.record_finished(a_record(ttft_s=0.2, predicted_ttft_s=0.1), e2e_s=1)
+    metrics.record_finished(a_record(ttft_s=0.2, predicted_ttft_s=None), e2e_s=1)
+    read = samples(metrics)
+    assert read["prfaas_ttft_predicted_ratio_sum", (("route", "remote"),)] == 0.5
+    assert read["prfaas_ttft_predicted_ratio_count", (("route", "remote"),)] == 1
+
+
+def test_placements_and_retries_are_counted_of_requests_that_a_scheduler_placed():
+    metrics = Metrics()
+    metrics.record_finished(a_record(), e2e_s=1)
+    metrics.record_finished(a_record(node="n:1", node_reason="prefix"), e2e_s=1)
+    metrics.record_failed(a_record(node="n:1", node_reason="spilled", retries=2), reason="internal")
+    read = samples(metrics)
+    placed = {
+        labels[0][1]: value
+        for (name, labels), value in read.items()
+        if name.startswith("prfaas_placements_total")
+    }
+    assert placed == {"prefix": 1, "spilled": 1}
+    assert read["prfaas_retries_total", ()] == 2
+
+
+def test_recent_times_and_balance_are_there_once_there_is_something_to_say():
+    metrics = Metrics(clock=lambda: 0.0)
+    assert not any("recent" in name or "producer" in name for name, _ in samples(metrics))
+    for ttft_s in (0.1, 0.2, 0.3, 0.4):
+        metrics.record_finished(a_record(ttft_s=ttft_s), e2e_s=1)
+    metrics.record_token_gap(0.01)
+    for _ in range(3):
+        metrics.record_begun()
+    metrics.record_ended()
+    read = samples(metrics)
+    assert read["prfaas_ttft_recent_seconds", (("quantile", "0.5"),)] == 0.2
+    assert read["prfaas_ttft_recent_seconds", (("quantile", "0.9"),)] == 0.4
+    assert read["prfaas_itl_recent_seconds", (("quantile", "0.9"),)] == 0.01
+    assert read["prfaas_producer_consumer_ratio", ()] == 3

@@ -8,6 +8,10 @@ from prfaas.cache.lookups import LookupCounts
 from prfaas.cache.store import StoreStats
 from prfaas.cache.store_types import RecordCounts, RecordStats
 from prfaas.engine.submission import TurnCounts
+from prfaas.scheduler.fleet import Member
+from prfaas.scheduler.heartbeat import Heartbeat
+from prfaas.scheduler.view import PeerView
+from prfaas.server.fleet_view import FleetView, MemberView, RoutingView
 from prfaas.server.metrics import Metrics
 from prfaas.server.node import NodeLoad
 from prfaas.transport.link_state import LinkState
@@ -18,6 +22,7 @@ DOCUMENT = (ROOT / "docs" / "observability.md").read_text()
 LEVELS = {"debug", "info", "warning", "error", "exception"}
 
 
+MEMBER = MemberView(scheduler="s:1", name="n:1", cluster="eu", mode="both", state="joined")
 STORE = StoreStats(
     records=RecordStats(
         num_records=1,
@@ -50,7 +55,16 @@ def table_rows(heading: str) -> list[list[str]]:
 def exercised() -> Metrics:
     """Metrics in which every family has a sample."""
     metrics = Metrics()
-    record = RequestRecord(request_id="r", prompt_tokens=1, ttft_s=0.1)
+    record = RequestRecord(
+        request_id="r",
+        prompt_tokens=1,
+        ttft_s=0.1,
+        predicted_ttft_s=0.1,
+        node="n:1",
+        node_reason="only",
+    )
+    metrics.record_begun()
+    metrics.record_ended()
     metrics.record_http(route_template="/health", method="GET", status=200)
     metrics.record_finished(record, e2e_s=1.0)
     metrics.record_failed(record, reason="overloaded")
@@ -65,14 +79,40 @@ def exercised() -> Metrics:
             lookups=LookupCounts(),
             turns=TurnCounts(),
             store=STORE,
+            prefill_tokens_per_s=1.0,
+            decode_step_s=0.1,
+            routing=RoutingView(policy="predictive", threshold_tokens=512, egress_target=0.7),
+            member=MEMBER,
+            peers={"peer": PeerView(peer="peer", prefill_tokens_per_s=1.0, link_bytes_per_s=1.0)},
         )
     )
     return metrics
 
 
+def exercised_scheduler() -> Metrics:
+    """The same of a scheduler, whose families a node does not fill."""
+    metrics = Metrics()
+    beat = Heartbeat(node="n:1", role="pd", cluster="eu", epoch=1)
+    member = Member(
+        heartbeat=beat,
+        numerics="",
+        state="ready",
+        wanted_mode=None,
+        age_s=0.5,
+        num_inflight=0,
+        num_active=0,
+        queue_tokens=0,
+    )
+    view = FleetView(members=(member,), threshold_tokens={"eu": 512.0})
+    metrics.watch(lambda: NodeLoad(fleet=view))
+    return metrics
+
+
 def test_the_table_of_metrics_is_what_a_scrape_gives():
     scraped = set()
-    for family in exercised().registry.collect():
+    of_scheduler = {f.name: f for f in exercised_scheduler().registry.collect() if f.samples}
+    for filled in exercised().registry.collect():
+        family = filled if filled.samples else of_scheduler.get(filled.name, filled)
         name = family.name + ("_total" if family.type == "counter" else "")
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         scraped.add((name, family.type, ", ".join(sorted(labels)) or "-"))
