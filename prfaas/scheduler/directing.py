@@ -254,10 +254,10 @@ def _sooner(here: Directed, there: Directed, *, is_asked: bool) -> Directed:
 
 
 def _request(wanted: Wanted, hit_tokens: int, offer: Offer) -> RouteRequest:
-    hits, peer_hits = wanted.hits, dict[str, int]()
+    hits, peer_hits = wanted.known_hits, dict[str, int]()
     if hits:
         names = [peer.peer for peers in (offer.near, offer.wide) for peer in peers]
-        peer_hits = {name: wanted.hit_of(name) for name in names if name in hits}
+        peer_hits = {name: hits[name] for name in names if name in hits}
     num_bytes, tail_bytes = wanted.sizes(hit_tokens)
     return RouteRequest(
         num_tokens=wanted.num_tokens,

@@ -304,7 +304,7 @@ class Fleet:
 
     def _offers(self, wanted: Wanted, now_s: float) -> dict[str, Offer]:
         prefillers = [node for node in self._nodes.values() if node.can_prefill]
-        holders = [self._nodes[name] for name in wanted.hits if name in self._nodes]
+        holders = [self._nodes[name] for name in wanted.known_hits if name in self._nodes]
         return {
             name: cluster.offer(wanted, prefillers, holders, self._assumed, now_s)
             for name, cluster in self._clusters.items()

@@ -161,12 +161,16 @@ class PdCluster:
         """Return the longest prefixes inside and outside the cluster; ties by name."""
         inside: Source | None = None
         outside: Source | None = None
+        hits, name = wanted.known_hits, self.name
         for node in holders:
-            is_inside = node.cluster == self.name and node.heartbeat.role == "pd"
-            best, hit_tokens = inside if is_inside else outside, wanted.hit_of(node.name)
-            if best is not None and (-hit_tokens, node.name) > (-best.num_tokens, best.node):
+            is_inside = node.cluster == name and node.heartbeat.role == "pd"
+            best, hit_tokens = inside if is_inside else outside, hits[node.name]
+            if best is not None and (
+                hit_tokens < best.num_tokens
+                or (hit_tokens == best.num_tokens and node.name > best.node)
+            ):
                 continue
-            if not hit_tokens or prefill_refusal(wanted, node, now_s) is not None:
+            if prefill_refusal(wanted, node, now_s) is not None:
                 continue
             if is_inside:
                 inside = Source(node.name, hit_tokens)

@@ -75,14 +75,23 @@ class Wanted:
     """The fingerprint that the answer began in; None for one that has not begun."""
     excluded: frozenset[str] = frozenset()
     """Nodes that were tried."""
+    known_hits: dict[str, int] = field(init=False, repr=False, compare=False)
+    """The hits, each of which leaves a token to compute; those of 0 are left out."""
     _sizes: dict[int, tuple[int, int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an empty prompt."""
-        if self.num_tokens < 1:
+        """Bound the hits. Raises ValueError for an empty prompt."""
+        most = self.num_tokens - 1
+        if most < 0:
             raise ValueError(f"a prompt of {self.num_tokens} tokens")
+        hits = {node: min(hit, most) for node, hit in self.hits.items() if hit > 0 and most}
+        object.__setattr__(self, "known_hits", hits)
+
+    def hit_of(self, node: str) -> int:
+        """Return the leading tokens that a node has; one at least is left to compute."""
+        return self.known_hits.get(node, 0)
 
     def sizes(self, held_tokens: int) -> tuple[int, int]:
         """Return the bytes that lack for who holds so many tokens, and their tail; worked out once for each."""
@@ -92,11 +101,6 @@ class Wanted:
             sizes = self.kv_bytes(num_tokens, held_tokens), self.tail_bytes(num_tokens, held_tokens)
             self._sizes[held_tokens] = sizes
         return sizes
-
-    def hit_of(self, node: str) -> int:
-        """Return the leading tokens that a node has; one at least is left to compute."""
-        hit = self.hits.get(node, 0)
-        return min(max(hit, 0), self.num_tokens - 1) if hit else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +238,7 @@ def choose(
 def _cheapest(
     wanted: Wanted, nodes: list[Standing], rests: Mapping[str, Elsewhere], guess: Assumed
 ) -> Standing:
-    hits, num_tokens = wanted.hits, wanted.num_tokens
+    hits, num_tokens = wanted.known_hits, wanted.num_tokens
     found: list[tuple[float, int, float, Standing]] = []
     least_s = limit_s = inf
     for node in nodes:
@@ -245,7 +249,7 @@ def _cheapest(
         if crowd_s > limit_s:
             continue
         rest = rests[node.cluster]
-        hit_tokens = wanted.hit_of(node.name) if hits and node.name in hits else 0
+        hit_tokens = hits.get(node.name, 0)
         if hit_tokens or node.only_decodes:
             seconds = cost_s(wanted, node, hit_tokens, price, rest)
         else:  # the same for a node that has nothing of the prompt, without the calls: most have not
@@ -315,10 +319,8 @@ def no_node(wanted: Wanted, standings: Iterable[Standing], now_s: float) -> NoNo
 def _reason(wanted: Wanted, best: Standing, nodes: list[Standing]) -> DecodeReason:
     if len(nodes) == 1:
         return "only"
-    if not wanted.hits:
-        return "least_loaded"
-    hits = wanted.hits
-    longest = max((wanted.hit_of(node.name) for node in nodes if node.name in hits), default=0)
+    hit_of = wanted.known_hits.get
+    longest = max(hit_of(node.name, 0) for node in nodes) if wanted.known_hits else 0
     if not longest:
         return "least_loaded"
-    return "prefix" if wanted.hit_of(best.name) == longest else "spilled"
+    return "prefix" if hit_of(best.name) == longest else "spilled"
