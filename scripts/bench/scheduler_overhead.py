@@ -1,0 +1,190 @@
+#!/usr/bin/env python
+"""What going through the scheduler adds to a direct call of the same pd node: TTFT and E2E, P50 and P99.
+
+    scripts/bench/scheduler_overhead.py --json
+    scripts/bench/scheduler_overhead.py --rate 50 --seconds 2 --rounds 1
+
+A scheduler and a pd node that replays a fast engine run on loopback, the load comes from this process:
+three processes that want a core each. Rounds go directly and through the scheduler in turns, the same arrivals and lengths
+each, prompts that no cache knows. Latencies here begin when a request is sent, not when it was due: how late this process
+is has nothing to do with the scheduler. Percentiles are of all rounds together; the added ones of
+single rounds stand beside them, for they show what is noise.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from prfaas.bench.load import Load, Sample
+from prfaas.bench.load_report import quantile, to_json
+from prfaas.config.traces import TraceRequest
+from scripts.bench.local_nodes import MODEL, free_port, load_now, print_json, started
+
+PROFILE = """
+name = "fast"
+hardware = "made up: an engine that is never what one waits for"
+gpus_per_instance = 1
+[prefill]
+curve = "linear"
+tokens = [1, 4096]
+seconds = [0.0005, 0.008]
+provenance = "fitted"
+source = "made up"
+[kv]
+tokens = [1, 4096]
+bytes = [64, 262144]
+[decode]
+batch = [1, 64]
+step_s = [0.0005, 0.001]
+max_batch = 64
+provenance = "fitted"
+source = "made up"
+"""
+PERCENTS = (50, 99)
+WAYS = ("direct", "scheduler")
+
+
+def arrivals(rate_rps: float, seconds: float, options: argparse.Namespace) -> list[TraceRequest]:
+    """Return Poisson arrivals of equal requests; of one seed the same."""
+    random, now_s, requests = Random(options.seed), 0.0, []
+    while now_s < seconds:
+        requests.append(TraceRequest(now_s, options.prompt_tokens, options.output_tokens))
+        now_s += random.expovariate(rate_rps)
+    return requests
+
+
+def latencies(samples: Sequence[Sample]) -> dict[str, list[float]]:
+    """Return TTFT and E2E of whole answers since they were sent, ascending."""
+    found: dict[str, list[float]] = {"ttft_s": [], "e2e_s": []}
+    for sample in samples:
+        if sample.is_done and sample.sent_s is not None:
+            assert sample.first_s is not None, "an answer is at least a token"
+            assert sample.last_s is not None
+            found["ttft_s"].append(sample.first_s - sample.sent_s)
+            found["e2e_s"].append(sample.last_s - sample.sent_s)
+    return {name: sorted(values) for name, values in found.items()}
+
+
+def compared(rounds: dict[str, list[Load]]) -> dict[str, Any]:
+    """Return the percentiles of both ways and what the scheduler adds, of all rounds and of each."""
+    found: dict[str, Any] = {}
+    whole = {
+        way: latencies([sample for load in loads for sample in load.samples])
+        for way, loads in rounds.items()
+    }
+    each = {way: [latencies(load.samples) for load in loads] for way, loads in rounds.items()}
+    for name in ("ttft_s", "e2e_s"):
+        for percent in PERCENTS:
+            of = {way: quantile(whole[way][name], percent / 100) for way in WAYS}
+            single = [
+                quantile(through[name], percent / 100) - quantile(direct[name], percent / 100)
+                for direct, through in zip(each["direct"], each["scheduler"], strict=True)
+            ]
+            added_s = of["scheduler"] - of["direct"]
+            found[f"{name[:-2]}_p{percent}_s"] = of | {"added": added_s, "added_by_round": single}
+    return found
+
+
+def measured(
+    urls: dict[str, str], rate_rps: float, options: argparse.Namespace
+) -> dict[str, list[Load]]:
+    """Return the rounds of one rate, the ways in turns and each first as often as the other."""
+    requests = arrivals(rate_rps, options.seconds, options)
+    rounds: dict[str, list[Load]] = {way: [] for way in WAYS}
+    for number in range(options.rounds):
+        for way in WAYS if number % 2 == 0 else WAYS[::-1]:
+            load = load_now(urls[way], requests, max_s=4 * options.seconds + 30)
+            if not all(sample.is_done for sample in load.samples):
+                errors = to_json(load, ttft_slo_s=1.0)["errors"]
+                raise RuntimeError(f"{way} at {rate_rps:g} req/s: {errors}")
+            rounds[way].append(load)
+    return rounds
+
+
+def measure(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each rate."""
+    profile = work / "fast.toml"
+    profile.write_text(PROFILE)
+    replay = ["--engine", "replay", "--profile", str(profile), "--served-model-name", MODEL]
+    replay += ["--cache-ram", "256MiB"]
+    with ExitStack() as undo:
+        port = free_port()
+        scheduler = undo.enter_context(
+            started(work, "--role", "scheduler", "--served-model-name", MODEL, port=port)
+        )
+        pd = undo.enter_context(started(work, "--scheduler", f"127.0.0.1:{port}", *replay))
+        for node in (pd, scheduler):
+            node.wait_until_ready()
+        urls = {"direct": pd.url, "scheduler": scheduler.url}
+        warm_up(urls, options)
+        for rate_rps in options.rate:
+            yield found_at(rate_rps, measured(urls, rate_rps, options))
+
+
+def warm_up(urls: dict[str, str], options: argparse.Namespace) -> None:
+    """Open connections and load what is loaded late."""
+    for url in urls.values():
+        load_now(url, arrivals(50.0, 1.0, options), max_s=60.0)
+
+
+def found_at(rate_rps: float, rounds: dict[str, list[Load]]) -> dict[str, Any]:
+    loads = [load for each in rounds.values() for load in each]
+    warnings = {w for load in loads for w in to_json(load, ttft_slo_s=1.0)["warnings"]}
+    return {
+        "rate_rps": rate_rps,
+        "num_requests": len(rounds["direct"][0].samples),
+        "num_rounds": len(rounds["direct"]),
+        **compared(rounds),
+        "generator_warnings": sorted(warnings),
+    }
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    yield f"{found['rate_rps']:g} requests/s, {found['num_rounds']} rounds of {found['num_requests']:,}"
+    for name in ("ttft", "e2e"):
+        for percent in PERCENTS:
+            row = found[f"{name}_p{percent}_s"]
+            spread = ", ".join(f"{1e3 * each:+.2f}" for each in row["added_by_round"])
+            yield (
+                f"  {name.upper()} P{percent}: direct {1e3 * row['direct']:.2f} ms, through the scheduler"
+                f" {1e3 * row['scheduler']:.2f} ms, added {1e3 * row['added']:+.2f} ms ({spread})"
+            )
+    for warning in found["generator_warnings"]:
+        yield f"  {warning}"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--rate", type=float, nargs="+", default=[50.0, 200.0], help="50 200")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a round: 10")
+    parser.add_argument("--rounds", type=int, default=5, help="each way: 5")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="256")
+    parser.add_argument("--output-tokens", type=int, default=8, help="8")
+    parser.add_argument("--seed", type=int, default=0, help="of the arrivals: 0")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse(argv)
+    report: dict[str, Any] = {"rates": []}
+    with tempfile.TemporaryDirectory() as name:
+        for found in measure(options, Path(name)):
+            report["rates"].append(found)
+            for line in lines(found):
+                print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
+    if options.json:
+        print_json(report)
+
+
+if __name__ == "__main__":
+    main()
