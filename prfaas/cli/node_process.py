@@ -57,9 +57,7 @@ def node_factory(role: Role) -> NodeFactory:
 def showing_progress(load: NodeFactory) -> NodeFactory:
     """Return a factory that also shows its progress on standard error."""
 
-    def load_and_show(
-        config: NodeConfig, metrics: Metrics, progress: Progress
-    ) -> Node:
+    def load_and_show(config: NodeConfig, metrics: Metrics, progress: Progress) -> Node:
         with shown_progress() as show:
 
             def note(stage: str, done: int, total: int) -> None:

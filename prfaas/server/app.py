@@ -39,9 +39,11 @@ from prfaas.server.middleware import (
     counting,
     draw_request_id,
 )
-from prfaas.server.node import Node, NodeFactory, RoutedNode, ServingNode
+from prfaas.server.node import Node, NodeFactory, ServingNode
+from prfaas.server.node_routes import DirectedNode, NodeRoutes
 from prfaas.server.probes import Probes
 from prfaas.server.records import RecordRing
+from prfaas.transport.fleet_messages import FLEET_PREFIX
 from prfaas.transport.security import check_bind, peer_tls
 
 DRAIN_POLL_S = 0.05
@@ -104,9 +106,10 @@ async def serve(
     if options.port is None:
         raise ConfigError("http.port is not set")
     tls = None
-    if config.role == "prefill":
+    if config.role != "pd" or config.fleet.scheduler is not None:  # other nodes come to this port
         check_bind(options.host, config.transport)
-        tls = peer_tls(config.transport)
+        # Who calls the API has no certificate: there it is the cluster key alone that proves a node.
+        tls = peer_tls(config.transport, demands_certificate=config.role == "prefill")
     lifecycle = Lifecycle()
     metrics = Metrics(version=__version__, role=config.role)
     stop = StopSignals()
@@ -119,10 +122,7 @@ async def serve(
                 lambda progress: node_factory(config, metrics, progress), lifecycle.note_progress
             )
             stop.on_first = loading.stop
-            node = cast(
-                "ServingNode | RoutedNode | None",
-                await loading.run(stop_timeout_s=options.drain_timeout_s),
-            )
+            node = cast("Node | None", await loading.run(stop_timeout_s=options.drain_timeout_s))
             if node is not None and stop.first.is_set():  # loaded, but too late to serve
                 await node.close()
             elif node is not None:
@@ -131,7 +131,7 @@ async def serve(
 
 
 async def _run(
-    node: ServingNode | RoutedNode,
+    node: Node,
     face: "Face",
     listener: Listener,
     stop: StopSignals,
@@ -178,6 +178,7 @@ class Face:
         self._wall = wall
         self._draw_seed = draw_seed
         self._keys = api_keys(config.http)
+        self._records = RecordRing()
         self._executor = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="prfaas-text")
 
     def __enter__(self) -> "Face":
@@ -205,16 +206,15 @@ class Face:
 
         return self._app([web.route("*", "/{path:.*}", not_yet)], end_connection)
 
-    def node_app(self, node: ServingNode | RoutedNode) -> web.Application:
+    def node_app(self, node: Node) -> web.Application:
         """Return what is served with `node`."""
-        if self._config.role == "pd":
-            routes = self._handlers(cast("ServingNode", node)).routes()
+        if self._config.role == "prefill":
+            api: list[web.AbstractRouteDef] = [web.route("*", "/v1/{path:.*}", self._wrong_role)]
         else:
-            routes = [
-                *cast("RoutedNode", node).routes(),
-                web.route("*", "/v1/{path:.*}", self._wrong_role),
-            ]
-        return self._app(routes)
+            api = self._handlers(cast("ServingNode", node)).routes()
+        if self._config.role == "pd" and self._config.fleet.scheduler is not None:
+            api += self._node_routes(cast("DirectedNode", node)).routes()
+        return self._app([*node.routes(), *api])
 
     def start_serving(self, node: Node) -> None:
         """Let requests in from now on; its application must be shown already."""
@@ -233,29 +233,39 @@ class Face:
             answering_preflight(options),
         ]
         if self._keys is not None:
-            middlewares.append(checking_key(self._keys, (KV_PREFIX,)))
+            middlewares.append(checking_key(self._keys, (KV_PREFIX, FLEET_PREFIX)))
         app = web.Application(middlewares=middlewares, client_max_size=options.max_body_bytes)
         app.add_routes(Probes(self._lifecycle, self._metrics).routes())
         app.add_routes(routes)
         app.on_response_prepare.append(add_headers(options))
         return app
 
+    def _node_routes(self, node: DirectedNode) -> NodeRoutes:
+        return NodeRoutes(
+            node,
+            lifecycle=self._lifecycle,
+            metrics=self._metrics,
+            records=self._records,
+            clock=self._clock,
+            write_timeout_s=self._config.http.read_timeout_s,
+        )
+
     def _handlers(self, node: ServingNode) -> Handlers:
-        records = RecordRing()
         model_name = served_name(self._config)
         return Handlers(
+            node=node,
             jobs=JobMaker(
                 node=node, model_name=model_name, draw_seed=self._draw_seed, wall=self._wall
             ),
             answerer=Answerer(
                 node=node,
                 metrics=self._metrics,
-                records=records,
+                records=self._records,
                 clock=self._clock,
                 write_timeout_s=self._config.http.read_timeout_s,
                 heartbeat_s=self._config.http.heartbeat_s,
             ),
-            records=records,
+            records=self._records,
             lifecycle=self._lifecycle,
             options=self._config.http,
             executor=self._executor,
@@ -267,7 +277,7 @@ class Face:
     async def _wrong_role(self, request: web.Request) -> web.Response:
         raise BadRequest(
             f"this node has the role {self._config.role}, which serves KVCache to other nodes;"
-            " /v1 is served by nodes of the role pd",
+            " /v1 is served by nodes of the roles pd and scheduler",
             code="wrong_role",
             status=404,
         )

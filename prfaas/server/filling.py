@@ -1,107 +1,51 @@
 """Finds or makes the KV of a prompt before the engine continues from it: hit, peer, or both.
 
 After `fill`, the hold's table is all the engine needs: a remote prefill is a prefix hit that arrived
-late. A transfer that fails leaves what was published of it, and a fresh lookup finds that.
+late, and so is a prefix that another node had. A transfer that fails leaves what was published of it, and
+a fresh lookup finds that.
 """
 
-from dataclasses import dataclass
+import asyncio
 
-from prfaas.cache.block_table import BlockTable
-from prfaas.cache.tenants import narrowed
-from prfaas.scheduler.router import FIRST_BACKOFF_S, Outcome
+from prfaas.scheduler.router import FIRST_BACKOFF_S, Outcome, Route
+from prfaas.server.directions import Directions
+from prfaas.server.explaining import RouteExplanation
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.peer import Peer
-from prfaas.server.prefix_finder import PrefixFinder
+from prfaas.server.peers import Peers
+from prfaas.server.prefix_fetch import PrefixFetch, PrefixFetcher
+from prfaas.server.prefixes import Prefix, PrefixLookup, TableHold, received_from
 from prfaas.server.reception import RemoteAttempt
 from prfaas.server.remote_prefill import RemotePrefiller
 from prfaas.server.routing import PromptRouter
-from prfaas.transport.coding import may_lose
-from prfaas.transport.messages import CodecName
+from prfaas.transport.options import TransportOptions
 from prfaas.types import Request, RouteName
 
 
-class TableHold:
-    """One hold on a table, let go at the end of the `with` unless it was handed over."""
-
-    def __init__(self) -> None:
-        self._table: BlockTable | None = None
-
-    def __enter__(self) -> "TableHold":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._table is not None:
-            self._table.release()
-
-    @property
-    def table(self) -> BlockTable:
-        """The table that is held."""
-        assert self._table is not None, "nothing is held"
-        return self._table
-
-    def take(self, table: BlockTable) -> None:
-        """Hold `table` and let go of the one before."""
-        previous, self._table = self._table, table
-        if previous is not None:
-            previous.release()
-
-    def hand_over(self) -> BlockTable:
-        """Return the table; its hold is the caller's."""
-        table, self._table = self.table, None
-        return table
-
-
-def approximate_salt(salt: bytes, numerics_fingerprint: str) -> bytes:
-    """Return the salt under which KV of other numerics is kept: no exact key ever matches it."""
-    return narrowed(salt, b"approximate\0" + numerics_fingerprint.encode())
-
-
-def lossy_salt(salt: bytes, codec: CodecName) -> bytes:
-    """Return the salt under which KV is kept that a lossy codec may have changed.
-
-    All that is received with the setting is kept there, page by page lossy or not: which pages a
-    codec left alone is nothing that anybody could rely on later.
-    """
-    return narrowed(salt, b"codec\0" + codec.encode())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Origin:
-    """Where KV comes from, as far as its bits depend on it."""
-
-    salt: bytes
-    """Of its keys."""
-    is_exact: bool
-    """It has this node's own bits."""
-    accept_approximate: bool
-    """The salt names the peer's numerics, which may be others than ours."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """A prefix hit, and where its KV comes from."""
-
-    table: BlockTable
-    origin: _Origin
-
-
 class PromptFiller:
-    """Fills prompts; with no peer, every prompt is the engine's."""
+    """Fills prompts; with no peer, every prompt is the engine's.
+
+    `address` is what others call this node: whoever is directed there stays here.
+    """
 
     def __init__(
         self,
         *,
-        finder: PrefixFinder,
+        lookup: PrefixLookup,
         router: PromptRouter,
-        peer: Peer | None,
-        prefiller: RemotePrefiller | None,
-        codec: CodecName = "raw",
+        peers: Peers,
+        prefiller: RemotePrefiller,
+        fetcher: PrefixFetcher,
+        options: TransportOptions,
+        address: str | None = None,
     ) -> None:
-        self._finder = finder
+        self._lookup = lookup
         self._router = router
-        self._peer = peer
+        self._peers = peers
         self._prefiller = prefiller
-        self._codec = codec
+        self._fetcher = fetcher
+        self._options = options
+        self._address = address
 
     async def fill(
         self,
@@ -110,6 +54,7 @@ class PromptFiller:
         *,
         force_route: RouteName | None,
         want_logits: bool,
+        directions: Directions | None = None,
     ) -> bytes:
         """Hold a table from which the engine can continue, or have the request answered already.
 
@@ -119,21 +64,101 @@ class PromptFiller:
             The salt of the table's keys: what the engine adds belongs under it, too. KV that builds
             on KV that is not exact is not either, whoever computed it.
         """
-        prefix = await self._look_up(generation.request)
+        request, record = generation.request, generation.record
+        prefix = await self._look_up(request)
         hold.take(prefix.table)
-        record = generation.record
-        route = self._router.route(generation.request, prefix.table.hit_tokens, force=force_route)
-        record.route, record.reason, record.peer = route.name, route.reason, route.peer
-        record.predicted_ttft_s = route.predicted_ttft_s
-        if route.name == "local":
+        generation.hit_tokens = prefix.table.hit_tokens
+        if directions is None:
+            route = self._router.route(request, prefix.table.hit_tokens, force=force_route)
+            record.reason, record.predicted_ttft_s = route.reason, route.predicted_ttft_s
+        else:
+            prefix = await self._fetch(generation, hold, prefix, directions)
+            route = await self._obey(generation, prefix, directions)
+        record.route, record.peer = route.name, route.peer
+        if route.peer is None:
             self._count_hit(generation, prefix, num_remote=0)
             return prefix.origin.salt
+        peer = self._peers.get(route.peer)
+        assert peer is not None, "routed to a peer that is not known"
         is_forced = force_route is not None
-        return await self._fill_remotely(generation, hold, prefix, want_logits, is_forced)
+        with peer.transferring():
+            return await self._fill_remotely(generation, hold, prefix, peer, want_logits, is_forced)
 
-    def _count_hit(
-        self, generation: RunningGeneration, prefix: _Prefix, *, num_remote: int
-    ) -> None:
+    async def explain(self, request: Request, force_route: RouteName | None) -> RouteExplanation:
+        """Return the route that the request would have now; nothing comes of it."""
+        hit_tokens = await self._lookup.peek(request, self._peers.all)
+        return self._router.explain(request, hit_tokens, force_route)
+
+    async def _obey(
+        self, generation: RunningGeneration, prefix: Prefix, directions: Directions
+    ) -> Route:
+        """Return where a directed prompt is prefilled: here if it cannot be where it should."""
+        request, record = generation.request, generation.record
+        hit_tokens, at = prefix.table.hit_tokens, directions.prefill_at
+        record.reason, record.predicted_ttft_s = directions.reason, directions.predicted_ttft_s
+        if at is None or at == self._address:
+            return self._router.route(request, hit_tokens, force="local")
+        peer = await self._reached(at)
+        if peer is None:
+            record.reason = "peer_down"
+            route = self._router.route(request, hit_tokens, force="local")
+        else:
+            route = self._router.route(request, hit_tokens, force="remote", only=peer.name)
+            if route.peer is None:
+                record.reason = route.reason
+        if route.peer is None:
+            record.predicted_ttft_s = route.predicted_ttft_s
+        return route
+
+    async def _reached(self, name: str) -> Peer | None:
+        """Return the peer of a name once it is known whether it answers; None for one that is none."""
+        try:
+            peer = self._peers.ensure(name)
+        except ValueError:
+            return None
+        with peer.in_use():
+            try:
+                async with asyncio.timeout(self._options.connect_timeout_s):
+                    await peer.settled()
+            except TimeoutError:
+                return None
+        return peer
+
+    async def _fetch(
+        self,
+        generation: RunningGeneration,
+        hold: TableHold,
+        prefix: Prefix,
+        directions: Directions,
+    ) -> Prefix:
+        """Hold and return the prefix once a longer one was fetched, or could not be."""
+        request, name = generation.request, directions.prefix_from
+        num_more = directions.prefix_tokens - prefix.table.hit_tokens
+        if name is None or name == self._address or num_more <= 0:
+            return prefix
+        peer = await self._reached(name)
+        if peer is None or not peer.is_there:
+            return prefix
+        with peer.transferring(), TableHold() as fetching:
+            origin = received_from(peer, request, self._options.kv_codec)
+            fetching.take((await self._lookup.under(request, origin)).table)
+            fetch = PrefixFetch(
+                peer=peer,
+                request=request,
+                table=fetching.table,
+                accept_approximate=origin.accept_approximate,
+                local_estimate_s=self._router.local_view(num_more).ttft_s(num_tokens=num_more),
+            )
+            try:
+                await self._fetcher.run(fetch)
+            finally:
+                generation.record.bytes_received += fetch.num_page_bytes
+            # Before what arrived is let go, so that it stays pinned.
+            longer = await self._look_up(request)
+            hold.take(longer.table)
+        return longer
+
+    def _count_hit(self, generation: RunningGeneration, prefix: Prefix, *, num_remote: int) -> None:
         record = generation.record
         hit_tokens = prefix.table.hit_tokens
         record.tokens_remote = num_remote
@@ -141,49 +166,15 @@ class PromptFiller:
         record.tokens_local = record.prompt_tokens - hit_tokens
         record.exact = record.exact and prefix.origin.is_exact
 
-    async def _look_up(self, request: Request) -> _Prefix:
-        """Return the longer of the hits in this node's own KV and in what came from the peer."""
-        own = await self._look_up_own(request)
-        received = self._received(request)
-        if received is None or received.is_exact:
-            return own
-        with TableHold() as hold:
-            hold.take(own.table)
-            other = await self._look_up_from(request, received)
-            if other.table.hit_tokens > own.table.hit_tokens:
-                return other
-            other.table.release()
-            hold.hand_over()
-            return own
-
-    async def _look_up_own(self, request: Request) -> _Prefix:
-        own = _Origin(salt=request.cache_salt, is_exact=True, accept_approximate=False)
-        return await self._look_up_from(request, own)
-
-    async def _look_up_from(self, request: Request, origin: _Origin) -> _Prefix:
-        return _Prefix(await self._finder.find(request.prompt_tokens, origin.salt), origin)
-
-    def _received(self, request: Request) -> _Origin | None:
-        """Return the origin of what the peer sends, None without a peer."""
-        peer = self._peer
-        if peer is None:
-            return None
-        salt, is_lossy = request.cache_salt, may_lose(self._codec)
-        if not peer.is_exact:
-            salt = approximate_salt(salt, peer.numerics_fingerprint)
-        if is_lossy:
-            salt = lossy_salt(salt, self._codec)
-        return _Origin(
-            salt=salt,
-            is_exact=peer.is_exact and not is_lossy,
-            accept_approximate=not peer.is_exact,
-        )
+    async def _look_up(self, request: Request) -> Prefix:
+        return await self._lookup.longest(request, self._peers.all)
 
     async def _fill_remotely(
         self,
         generation: RunningGeneration,
         hold: TableHold,
-        prefix: _Prefix,
+        prefix: Prefix,
+        peer: Peer,
         want_logits: bool,
         is_forced: bool,
     ) -> bytes:
@@ -195,16 +186,16 @@ class PromptFiller:
         attempt: RemoteAttempt | None = None
         outcome: Outcome = "cancelled"
         try:
-            attempt = await self._reserve(request, hold, prefix, want_logits)
+            attempt = await self._reserve(request, hold, prefix, peer, want_logits)
             if attempt is not None and is_forced:
                 attempt.local_estimate_s = None  # slow is no reason to give up what was asked for
             if attempt is None:
                 outcome = "pool_full"
             else:
-                assert self._prefiller is not None, "routed to a peer without one"
                 await self._prefiller.run(attempt, generation)
                 outcome = attempt.outcome
         finally:
+            generation.route_outcome = outcome
             self._router.ended(
                 request.request_id,
                 outcome,
@@ -216,19 +207,24 @@ class PromptFiller:
         return await self._fall_back(generation, hold, attempt, outcome)
 
     async def _reserve(
-        self, request: Request, hold: TableHold, prefix: _Prefix, want_logits: bool
+        self,
+        request: Request,
+        hold: TableHold,
+        prefix: Prefix,
+        peer: Peer,
+        want_logits: bool,
     ) -> RemoteAttempt | None:
         """Reserve pages for all of the prompt; None if the pool has no room for them."""
-        received = self._received(request)
-        assert received is not None, "routed to a peer without one"
-        if prefix.origin.is_exact and not received.is_exact:
-            prefix = await self._look_up_from(request, received)
+        received = received_from(peer, request, self._options.kv_codec)
+        if prefix.origin != received:  # or what comes would build on KV of other bits
+            prefix = await self._lookup.under(request, received)
             hold.take(prefix.table)
         num_tokens = len(request.prompt_tokens)
         if not prefix.table.try_reserve(num_tokens):
             return None
         uncached_tokens = num_tokens - prefix.table.hit_tokens
         return RemoteAttempt(
+            peer=peer,
             request=request,
             table=prefix.table,
             salt=prefix.origin.salt,

@@ -2,10 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
 
 from prfaas.clock import Clock
 from prfaas.errors import PrfaasError
 from prfaas.types import Request, RequestRecord, TokenEvent
+
+if TYPE_CHECKING:
+    from prfaas.scheduler.router import Outcome
 
 
 class RunningGeneration:
@@ -32,6 +36,10 @@ class RunningGeneration:
             prompt_tokens=len(request.prompt_tokens),
             exact=is_exact,
         )
+        self.hit_tokens = 0
+        """Leading prompt tokens that were here before anything was fetched."""
+        self.route_outcome: Outcome | None = None
+        """How the remote prefill ended; None if there was none, or it runs."""
         self.first_logits: bytes | None = None
         self.on_stop_choice: Callable[[int], None] | None = None
         """Told of a choice that the client stops; set while the engine draws."""

@@ -56,4 +56,4 @@ def load_model_parts(config: NodeConfig, progress: Progress) -> NodeParts:
             snapshot_tokens=config.cache.snapshot_tokens,
         )
 
-    return make_parts(parts, config.cache, make_runner, progress)
+    return make_parts(parts, config, make_runner, progress)

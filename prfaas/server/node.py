@@ -2,7 +2,8 @@
 
 Life of a node: `load` (blocking, in a thread, while `/ready` says 503) makes it, `start` puts its
 tasks into the root TaskGroup, requests come, `drain` tells it to take no new work, `close` ends
-every task and thread it owns. The implementations are `pd.PdNode` and `prefill.PrefillNode`.
+every task and thread it owns. The implementations are `pd.PdNode`, `prefill.PrefillNode` and
+`scheduler.SchedulerNode`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from prfaas.cache.store import StoreStats
     from prfaas.config.options import NodeConfig, Role
     from prfaas.engine.submission import TurnCounts
+    from prfaas.scheduler.explaining import Explanation
+    from prfaas.scheduler.view import PeerView
+    from prfaas.server.explaining import RouteExplanation
+    from prfaas.server.fleet_view import FleetView, MemberView, RoutingView
     from prfaas.server.metrics import Metrics
     from prfaas.text.chat_template import ChatTemplate
     from prfaas.text.tokenizer import Tokenizer
@@ -39,11 +44,27 @@ class NodeLoad:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    """Known tokens that the engine has not computed."""
+    num_decoding: int = 0
+    """Sequences that have one token to compute."""
+    prefill_tokens_per_s: float | None = None
+    """Of the engine of late; None before the first prefill."""
+    decode_step_s: float | None = None
+    """Of a step that only decodes; None before the first."""
     num_transfers: int = 0
     """KV transfers in flight, sent or received."""
     pages: Mapping[PageState, int] = field(default_factory=dict)
     peers_usable: Mapping[str, bool] = field(default_factory=dict)
     """Peer address -> whether the router would send a prefill there now."""
+    peers: Mapping[str, PeerView] = field(default_factory=dict)
+    """Peer address -> what the router knows of it."""
+    routing: RoutingView | None = None
+    """How it routes, if it does."""
+    member: MemberView | None = None
+    """Its place in a fleet, if it joins one."""
+    fleet: FleetView | None = None
+    """A scheduler's."""
     peers_by_http: Mapping[str, bool] = field(default_factory=dict)
     """Peer address -> whether KV comes as answers of HTTP from there, not over raw connections."""
     links: Mapping[str, LinkView] = field(default_factory=dict)
@@ -107,6 +128,10 @@ class Node(Protocol):
         """Return how busy it is."""
         ...
 
+    def routes(self) -> Iterable[web.AbstractRouteDef]:
+        """Return what it serves to other nodes, beside its API."""
+        ...
+
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start the engine thread and put background tasks into `tasks`."""
         ...
@@ -121,7 +146,7 @@ class Node(Protocol):
 
 
 class ServingNode(Node, Protocol):
-    """A node that answers completions: the pd role."""
+    """A node that answers completions: the roles pd and scheduler."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -138,6 +163,12 @@ class ServingNode(Node, Protocol):
         """Prompt plus completion."""
         ...
 
+    async def explain(
+        self, request: Request, force_route: RouteName | None = None
+    ) -> RouteExplanation | Explanation:
+        """Return where the request would be prefilled and decoded now; nothing comes of it."""
+        ...
+
     def generate(
         self,
         request: Request,
@@ -149,13 +180,5 @@ class ServingNode(Node, Protocol):
         ...
 
 
-class RoutedNode(Node, Protocol):
-    """A node that serves its peers over routes of its own: the prefill role."""
-
-    def routes(self) -> Iterable[web.AbstractRouteDef]:
-        """Return the routes of the KV channel."""
-        ...
-
-
-NodeFactory = Callable[["NodeConfig", "Metrics", Progress], ServingNode | RoutedNode]
+NodeFactory = Callable[["NodeConfig", "Metrics", Progress], Node]
 """Load a node: blocking, called in a thread of its own. Raises ConfigError."""

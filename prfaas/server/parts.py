@@ -11,7 +11,9 @@ from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.spec import CacheLayout, StateSpec, WindowSpec
 from prfaas.cache.store import Store
 from prfaas.clock import Clock, monotonic_s
+from prfaas.config.options import NodeConfig
 from prfaas.engine.runner import Runner
+from prfaas.server.member import new_epoch
 from prfaas.server.node import Progress
 from prfaas.text.chat_template import ChatTemplate
 from prfaas.text.tokenizer import Tokenizer
@@ -72,21 +74,27 @@ class ModelParts:
 
 def make_parts(
     model: ModelParts,
-    options: CacheOptions,
+    config: NodeConfig,
     make_engine: Callable[[PrefixCache], Runner],
     progress: Progress,
 ) -> NodeParts:
     """Return the parts of a node with this model: its cache, and the engine that is made on it.
 
+    The cache of a member of a fleet tracks what it has, for a scheduler to be told.
+
     Raises:
         ConfigError: the cache directory cannot be used, or what `make_engine` refuses.
     """
     with ExitStack() as undo:
-        store = open_store(options, model.identity, progress)
+        store = open_store(config.cache, model.identity, progress)
         if store is not None:
             undo.callback(store.close, drain=False)
         cache = PrefixCache(
-            layout=model.layout, ram_bytes=options.ram_bytes, root=model.root, store=store
+            layout=model.layout,
+            ram_bytes=config.cache.ram_bytes,
+            root=model.root,
+            store=store,
+            epoch=None if config.fleet.scheduler is None else new_epoch(),
         )
         runner = make_engine(cache)
         undo.pop_all()

@@ -1,10 +1,12 @@
-"""The pd node's view of its prefill peer, kept fresh by handshakes in the background.
+"""A pd node's view of one of its peers, kept fresh by handshakes in the background.
 
 The router holds what they find; here is the loop, and one log line a state change, never one a
 request.
 """
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Literal
 
 from prfaas.clock import Clock
@@ -16,7 +18,7 @@ from prfaas.server.links import Links
 from prfaas.transport.address import PeerAddress
 from prfaas.transport.client import PeerClient
 from prfaas.transport.handshake import Identity, check_compatible
-from prfaas.transport.messages import PeerStatus
+from prfaas.transport.messages import PeerStatus, TransferRequest
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.security import ChannelSecurity
 
@@ -28,7 +30,7 @@ MAX_BACKOFF_S = 5.0
 
 
 class Peer:
-    """One prefill node: who it is, and whether prefills may go there."""
+    """One node to exchange KV with: who it is, and whether prefills may go there."""
 
     def __init__(
         self,
@@ -52,6 +54,10 @@ class Peer:
         self.links = Links(
             lambda: ((self.name, port) for port in self.client.open_ports()), clock=clock
         )
+        self.num_users = 0
+        """Whatever is under way between us that must not lose its connections."""
+        self.num_transfers = 0
+        """Of these, KV on its way from there, or waiting to be."""
         self._identity = identity
         self._accept_approximate = options.accept_numerics == "approximate"
         self._router = router
@@ -69,6 +75,30 @@ class Peer:
         """What is known of it now, as the router sees it."""
         return self._router.peer(self.name)
 
+    @property
+    def is_there(self) -> bool:
+        """It answers and its KV is of use here, whether or not it takes prompts."""
+        return self.state in ("up", "not_ready")
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep it from being left for the length of the block."""
+        self.num_users += 1
+        try:
+            yield
+        finally:
+            self.num_users -= 1
+
+    @contextlib.contextmanager
+    def transferring(self) -> Iterator[None]:
+        """Count a transfer from it, which uses it, for the length of the block."""
+        self.num_transfers += 1
+        try:
+            with self.in_use():
+                yield
+        finally:
+            self.num_transfers -= 1
+
     def doubt(self) -> None:
         """Shake hands at once: a transfer found something wrong."""
         self._doubted.set()
@@ -76,6 +106,28 @@ class Peer:
     async def settled(self) -> None:
         """Return once the first handshake has succeeded or failed."""
         await self._settled.wait()
+
+    async def acknowledge(self, asked: TransferRequest) -> None:
+        """Tell it by HTTP that everything of a transfer is verified, as far as it can be reached."""
+        with self.in_use():
+            try:
+                await self.client.acknowledge(asked)
+            except (TransferError, Overloaded) as error:
+                # All is here and verified; the sender's lease lets its pages go.
+                get_logger().debug(
+                    "transfer.ack_lost", transfer_id=asked.transfer_id, error=str(error)
+                )
+
+    async def cancel(self, transfer_id: str) -> None:
+        """Tell it to drop a transfer, as far as it can be reached."""
+        with self.in_use():
+            try:
+                await self.client.cancel(transfer_id)
+            except TransferError as error:
+                # Its lease ends the transfer there.
+                get_logger().debug(
+                    "transfer.cancel_lost", transfer_id=transfer_id, error=str(error)
+                )
 
     async def run(self) -> None:
         """Shake hands and keep streams open until cancelled."""
@@ -104,7 +156,9 @@ class Peer:
     def _tell_router(self) -> None:
         view = self.links.views.get(self.name)
         if view is not None:
-            self._router.measured(self.name, rtt_s=view.rtt_s)
+            self._router.measured(
+                self.name, rtt_s=view.rtt_s, goodput_bytes_per_s=view.goodput_bytes_per_s
+            )
 
     async def close(self) -> None:
         """Close the connections to the peer."""

@@ -3,9 +3,11 @@
 from prfaas.cache.spec import (
     CacheLayout,
     FullSpec,
+    GroupSpec,
     StateSpec,
     WindowSpec,
     bytes_of_page,
+    held_blocks,
     missing_blocks,
     snapshot_blocks,
 )
@@ -30,6 +32,28 @@ def places_to_send(layout: CacheLayout, num_tokens: int, have_tokens: int) -> li
         )
         for group, spec in enumerate(layout.groups)
         for block in missing_blocks(spec, num_tokens, have_tokens, block_tokens)
+        for index in range(spec.pages_per_block)
+    ]
+
+
+def blocks_of_prefix(
+    spec: GroupSpec, num_tokens: int, have_tokens: int, block_tokens: int
+) -> tuple[int, ...]:
+    """Return the blocks that a hit of `num_tokens` pins and one of `have_tokens` does not."""
+    held = held_blocks(spec, have_tokens, block_tokens)
+    return tuple(b for b in held_blocks(spec, num_tokens, block_tokens) if b not in held)
+
+
+def places_of_prefix(layout: CacheLayout, num_tokens: int, have_tokens: int) -> list[PagePlace]:
+    """Return every page that makes a hit of `have_tokens` one of `num_tokens`, both whole blocks.
+
+    Unlike `places_to_send` nothing is needed but to go on there.
+    """
+    block_tokens = layout.block_tokens
+    return [
+        PagePlace(group=group, index=index, block=block, num_tokens=block_tokens)
+        for group, spec in enumerate(layout.groups)
+        for block in blocks_of_prefix(spec, num_tokens, have_tokens, block_tokens)
         for index in range(spec.pages_per_block)
     ]
 

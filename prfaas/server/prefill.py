@@ -1,14 +1,19 @@
 """The prefill role: computes prompts for its peers and streams their KV out as it is made."""
 
 import asyncio
+from collections.abc import Iterable
 
 from aiohttp import web
 
+from prfaas.cache.changes import ChangeLog
 from prfaas.cache.prefix import PrefixCache
+from prfaas.cache.spec import CacheLayout
 from prfaas.clock import Clock
 from prfaas.config.options import NodeConfig, Role
+from prfaas.scheduler.heartbeat import Mode
 from prfaas.scheduler.profile import Prior
 from prfaas.server.engine_thread import EngineThread, StepEngine
+from prfaas.server.member import Member, member_of
 from prfaas.server.node import NodeLoad, Progress
 from prfaas.server.node_load import node_load
 from prfaas.server.prefill_service import PrefillService
@@ -41,6 +46,11 @@ class PrefillNode:
         cluster_key: ClusterKey | None = None,
         prior: Prior | None = None,
     ) -> None:
+        self.max_context_tokens = max_context_tokens
+        self.mode: Mode = "prefill"
+        self.member: Member | None = None
+        """Its place in a fleet, if it is in one; set before it is started."""
+        self._member_task: asyncio.Task[None] | None = None
         self._identity = identity
         self._cache = cache
         self._engine = EngineThread(engine, clock=clock, name="prefill-engine")
@@ -65,6 +75,22 @@ class PrefillNode:
         return self._identity
 
     @property
+    def layout(self) -> CacheLayout:
+        """How the node's KV is cut into pages."""
+        return self._cache.layout
+
+    @property
+    def changes(self) -> ChangeLog | None:
+        """Which blocks its cache can serve; None where nobody wants to know."""
+        return self._cache.changes
+
+    def set_mode(self, mode: Mode) -> None:
+        """Do nothing: the role has one mode."""
+
+    def keep_peers(self, names: Iterable[str]) -> None:
+        """Do nothing: peers come to it."""
+
+    @property
     def is_ready(self) -> tuple[bool, str]:
         """(False, why) while prompts cannot be computed or are not taken."""
         return self.service.is_ready
@@ -76,6 +102,7 @@ class PrefillNode:
             self._cache,
             num_transfers=self.service.num_transfers,
             links=self.service.links,
+            member=None if self.member is None else self.member.view(),
         )
 
     def routes(self) -> list[web.RouteDef]:
@@ -86,14 +113,23 @@ class PrefillNode:
         """Start the engine thread; transfers run in `tasks`."""
         self.service.start(tasks)
         self._engine.start()
+        if self.member is not None:
+            self._member_task = tasks.create_task(self.member.run())
 
     def drain(self) -> None:
         """Take no new prompts; running transfers go on."""
+        if self.member is not None:
+            self.member.drain()
         self.service.drain()
         self._engine.drain()
 
     async def close(self) -> None:
         """End all transfers and both threads. Idempotent."""
+        if self.member is not None:
+            if self._member_task is not None:
+                self._member_task.cancel()
+                await asyncio.wait({self._member_task})
+            await self.member.leave()
         await self.service.close()
         await self._engine.stop()
         await self._finder.close()
@@ -110,7 +146,7 @@ def load_prefill_node(
     from prfaas.server.load_parts import load_parts  # slow to import
 
     parts = load_parts(config, progress)
-    return PrefillNode(
+    node = PrefillNode(
         identity=parts.identity,
         cache=parts.cache,
         engine=parts.runner,
@@ -122,3 +158,5 @@ def load_prefill_node(
         cluster_key=security.cluster_key,
         prior=read_prior(config, parts.cache.layout),
     )
+    node.member = member_of(node, config)
+    return node

@@ -1,4 +1,4 @@
-"""One prompt that the prefill role computes for a peer, from the first page to the receiver's ACK."""
+"""What a node sends to a peer, from the first page to the receiver's ACK: a prompt, or a cached prefix."""
 
 import asyncio
 from collections import deque
@@ -8,7 +8,7 @@ from prfaas.cache.spec import CacheLayout, bytes_of_page
 from prfaas.engine.submission import EngineLoad, FirstLogits
 from prfaas.errors import EngineError, PrfaasError
 from prfaas.server.engine_thread import EngineStream, EngineThread
-from prfaas.server.places import places_of_snapshots, places_to_send
+from prfaas.server.places import places_of_prefix, places_of_snapshots, places_to_send
 from prfaas.server.pull import kv_numbers
 from prfaas.transport.messages import TransferRequest, encode_first_tokens
 from prfaas.transport.outgoing import OutgoingTransfer
@@ -31,15 +31,10 @@ def tokens_ahead(load: EngineLoad, *, num_tokens: int, tokens_done: int, hit_tok
     return max(0, load.num_waiting_tokens - (num_tokens - tokens_done))
 
 
-class PrefillJob:
-    """Feeds one transfer: with the pages of the prefix hit, then with what the engine makes.
+class PageSource:
+    """A transfer's pages, in a table of which the transfer's job has one hold."""
 
-    It is the prompt's PageSink: `page_ready` and `progress` run on the engine's thread, everything
-    else on the loop. The pages live in `table`, of which the job has one hold until `run` ends.
-    """
-
-    def __init__(self, *, asked: TransferRequest, table: BlockTable, layout: CacheLayout) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, asked: TransferRequest, table: BlockTable, layout: CacheLayout) -> None:
         haste_s = asked.deadline_s
         self.transfer = OutgoingTransfer(
             transfer_id=asked.transfer_id,
@@ -48,11 +43,54 @@ class PrefillJob:
             credit_bytes=asked.credit_bytes,
             codec=asked.codec,
             numbers=kv_numbers(layout, asked.identity),
-            deadline_s=None if haste_s is None else self._loop.time() + haste_s,
+            deadline_s=None if haste_s is None else asyncio.get_running_loop().time() + haste_s,
         )
-        self._asked = asked
         self._table = table
         self._layout = layout
+
+    def _page_view(self, place: PagePlace) -> memoryview:
+        pages = self._table.pages(place.group, place.block)
+        assert pages is not None, f"{place} was let go before it was sent"
+        spec = self._layout.groups[place.group]
+        num_bytes = bytes_of_page(spec, place.index, place.num_tokens, self._layout.block_tokens)
+        return self._table.view(pages[place.index])[:num_bytes]
+
+
+class PrefixJob(PageSource):
+    """Sends the table's hit, as far as the receiver lacks it; nothing is computed."""
+
+    def __init__(self, *, asked: TransferRequest, table: BlockTable, layout: CacheLayout) -> None:
+        super().__init__(asked, table, layout)
+        places = places_of_prefix(layout, table.hit_tokens, asked.have_tokens)
+        for place in sorted(places, key=in_order):
+            self.transfer.put_page(place)
+        self.transfer.finish(tokens_computed=0)
+
+    async def run(self, *, lease_s: float) -> None:
+        """Run the transfer to its end; then the table's hold is released."""
+        try:
+            await outlive(self.transfer, lease_s)
+        finally:
+            self.transfer.close("stopped")
+            self._table.release()
+
+
+def in_order(place: PagePlace) -> tuple[int, int, int]:
+    """Return what pages of a hit are sorted by: what comes first is of use without the rest."""
+    return place.block, place.group, place.index
+
+
+class PrefillJob(PageSource):
+    """Feeds one transfer: with the pages of the prefix hit, then with what the engine makes.
+
+    It is the prompt's PageSink: `page_ready` and `progress` run on the engine's thread, everything
+    else on the loop. The pages live in `table`, of which the job has one hold until `run` ends.
+    """
+
+    def __init__(self, *, asked: TransferRequest, table: BlockTable, layout: CacheLayout) -> None:
+        super().__init__(asked, table, layout)
+        self._loop = asyncio.get_running_loop()
+        self._asked = asked
         self._tokens_done = table.hit_tokens
         num_tokens = len(asked.request.prompt_tokens)
         self._unsent = set(places_to_send(layout, num_tokens, asked.have_tokens))
@@ -66,7 +104,7 @@ class PrefillJob:
 
     def _queue_hit(self) -> None:
         hit_blocks = self._table.hit_tokens // self._layout.block_tokens
-        for place in sorted(self._unsent, key=lambda p: (p.block, p.group, p.index)):
+        for place in sorted(self._unsent, key=in_order):
             if place.block < hit_blocks:
                 self._queue(place)
 
@@ -76,13 +114,6 @@ class PrefillJob:
             if place in unsent:
                 unsent.remove(place)
                 self.transfer.put_page(place)
-
-    def _page_view(self, place: PagePlace) -> memoryview:
-        pages = self._table.pages(place.group, place.block)
-        assert pages is not None, f"{place} was let go before it was sent"
-        spec = self._layout.groups[place.group]
-        num_bytes = bytes_of_page(spec, place.index, place.num_tokens, self._layout.block_tokens)
-        return self._table.view(pages[place.index])[:num_bytes]
 
     # ------------------------------------------------------------ on the engine's thread
 

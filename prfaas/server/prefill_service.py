@@ -9,8 +9,9 @@ alone needs no engine: its pages are here, and END follows them at once.
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from typing import Any
 
 from aiohttp import web
 
@@ -20,10 +21,10 @@ from prfaas.clock import Clock
 from prfaas.engine.submission import Submission
 from prfaas.errors import BadRequest, EngineError, Overloaded
 from prfaas.log import get_logger
-from prfaas.server.engine_thread import EngineStream, EngineThread
+from prfaas.server.engine_thread import EngineThread
 from prfaas.server.links import Links
-from prfaas.server.places import bytes_of_places, places_of_snapshots
-from prfaas.server.prefill_job import PrefillJob
+from prfaas.server.places import bytes_of_places, places_of_prefix, places_of_snapshots
+from prfaas.server.prefill_job import PrefillJob, PrefixJob
 from prfaas.server.prefix_finder import PrefixFinder
 from prfaas.server.transfer_metrics import TransferMetrics
 from prfaas.transport.auth import PeerSide
@@ -42,6 +43,8 @@ from prfaas.transport.server import KvChannel
 EGRESS_BURST_BYTES = 1 << 20
 MAX_CANCELLED = 1024
 MAX_TRANSFER_ID_CHARS = 32
+
+_Run = Callable[[], Coroutine[Any, Any, None]]
 
 
 class PrefillService:
@@ -194,14 +197,17 @@ class PrefillService:
         self._metrics.transfer_bytes("sent", num_bytes)
 
     async def open(self, asked: TransferRequest) -> TransferAccepted:
-        """Reserve pages for all of it and queue the prompt; see TransferService."""
+        """Reserve pages for all of it and queue the prompt, or hold what is cached; see TransferService."""
         self._check(asked)
         transfer_id = asked.transfer_id
         self._transfers[transfer_id] = None
         try:
-            table = await self._reserve(asked)
-            job = self._start_job(asked, table)
-            self._transfers[transfer_id] = job.transfer
+            if asked.cached_only:
+                table = await self._find_cached(asked)
+                self._transfers[transfer_id] = self._start_prefix(asked, table)
+            else:
+                table = await self._reserve(asked)
+                self._transfers[transfer_id] = self._start_prefill(asked, table)
         finally:
             if self._transfers[transfer_id] is None:
                 del self._transfers[transfer_id]
@@ -213,7 +219,7 @@ class PrefillService:
             self._identity, asked.identity, accept_approximate=asked.accept_approximate
         )
         is_ready, reason = self.is_ready
-        if not is_ready:
+        if not is_ready and (self._is_draining or not asked.cached_only):
             raise Overloaded(reason)
         if len(self._transfers) >= self._options.max_transfers:
             raise Overloaded(f"{len(self._transfers)} transfers in flight, limit is as many")
@@ -227,11 +233,13 @@ class PrefillService:
         if asked.snapshot_tokens % self._identity.block_tokens:
             raise BadRequest(f"snapshot_tokens = {asked.snapshot_tokens} is no multiple of a block")
         # Room for a token behind the first, or our limit would end an answer that its own lets go on.
-        if len(prompt) + 2 > self._max_context_tokens:
-            raise BadRequest(f"{len(prompt)} prompt tokens, limit {self._max_context_tokens - 2}")
+        most_tokens = self._max_context_tokens - (0 if asked.cached_only else 2)
+        if len(prompt) > most_tokens:
+            raise BadRequest(f"{len(prompt)} prompt tokens, limit {most_tokens}")
         if max(prompt) >= self._vocab_size:
             raise BadRequest(f"token id {max(prompt)}, vocabulary of {self._vocab_size}")
-        self._check_credit(asked)
+        if not asked.cached_only:
+            self._check_credit(asked)
 
     def _check_credit(self, asked: TransferRequest) -> None:
         """Raise BadRequest where pages that will be sent would never fit."""
@@ -243,6 +251,26 @@ class PrefillService:
         num_bytes += bytes_of_places(layout, snapshots)
         if asked.credit_bytes < num_bytes:
             raise BadRequest(f"a credit of {asked.credit_bytes} bytes for {num_bytes} bytes of KV")
+
+    async def _find_cached(self, asked: TransferRequest) -> BlockTable:
+        """Return a table of what is cached, or raise BadRequest if that is nothing that the asker lacks."""
+        request, layout = asked.request, self._cache.layout
+        table = await self._finder.find(request.prompt_tokens, request.cache_salt)
+        places = places_of_prefix(layout, table.hit_tokens, asked.have_tokens)
+        num_bytes = bytes_of_places(layout, places)
+        refusal: BadRequest | Overloaded | None = None
+        if asked.transfer_id in self._cancelled:
+            refusal = Overloaded("cancelled")
+        elif table.hit_tokens <= asked.have_tokens:
+            refusal = BadRequest(
+                f"{table.hit_tokens} tokens are cached here, {asked.have_tokens} there"
+            )
+        elif asked.credit_bytes < num_bytes:
+            refusal = BadRequest(f"a credit of {asked.credit_bytes} bytes for {num_bytes} of KV")
+        if refusal is not None:
+            table.release()
+            raise refusal
+        return table
 
     async def _reserve(self, asked: TransferRequest) -> BlockTable:
         request = asked.request
@@ -262,9 +290,15 @@ class PrefillService:
             raise Overloaded(f"no free pages for a prompt of {num_tokens} tokens")
         return table
 
-    def _start_job(self, asked: TransferRequest, table: BlockTable) -> PrefillJob:
+    def _start_prefix(self, asked: TransferRequest, table: BlockTable) -> OutgoingTransfer:
+        """Send what the table holds; its one hold is the job's."""
+        job = PrefixJob(asked=asked, table=table, layout=self._cache.layout)
+        lease_s = self._options.lease_s
+        self._start(job.transfer, lambda: job.run(lease_s=lease_s))
+        return job.transfer
+
+    def _start_prefill(self, asked: TransferRequest, table: BlockTable) -> OutgoingTransfer:
         """Queue the prompt; the engine and the job each take a hold on the table."""
-        assert self._tasks is not None, "open before start"
         job = PrefillJob(asked=asked, table=table, layout=self._cache.layout)
         table.retain()
         try:
@@ -281,15 +315,19 @@ class PrefillService:
         except EngineError as error:
             table.release()
             raise Overloaded(str(error)) from error
-        task = self._tasks.create_task(self._run(job, stream))
+        lease_s = self._options.lease_s
+        self._start(job.transfer, lambda: job.run(stream, self._engine, lease_s=lease_s))
+        return job.transfer
+
+    def _start(self, transfer: OutgoingTransfer, run: _Run) -> None:
+        assert self._tasks is not None, "open before start"
+        task = self._tasks.create_task(self._run(transfer, run))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return job
 
-    async def _run(self, job: PrefillJob, stream: EngineStream) -> None:
-        transfer = job.transfer
+    async def _run(self, transfer: OutgoingTransfer, run: _Run) -> None:
         try:
-            await job.run(stream, self._engine, lease_s=self._options.lease_s)
+            await run()
         finally:
             del self._transfers[transfer.transfer_id]
             self._budget.done(transfer.transfer_id)

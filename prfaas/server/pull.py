@@ -3,9 +3,12 @@
 What was published stays when the transfer dies: a fresh lookup finds it, and that is the fallback.
 """
 
+from collections.abc import Callable
+
 from prfaas.cache.block_table import BlockTable
 from prfaas.cache.spec import (
     CacheLayout,
+    GroupSpec,
     StateSpec,
     bytes_of_page,
     missing_blocks,
@@ -15,6 +18,9 @@ from prfaas.errors import ProtocolError
 from prfaas.transport.handshake import Identity
 from prfaas.transport.kv_numbers import KvNumbers
 from prfaas.transport.wire import Frame, FrameHeader
+
+BlocksToCome = Callable[[GroupSpec, int, int, int], tuple[int, ...]]
+"""(spec, num_tokens, have_tokens, block_tokens) -> the blocks of a group that come."""
 
 
 def kv_numbers(layout: CacheLayout, identity: Identity) -> KvNumbers:
@@ -38,6 +44,7 @@ class Pull:
         num_tokens: int,
         have_tokens: int,
         snapshot_tokens: int = 0,
+        blocks: BlocksToCome = missing_blocks,
     ) -> None:
         self.num_page_bytes = 0
         """Verified bytes, as they crossed the link."""
@@ -57,7 +64,7 @@ class Pull:
         self._open: dict[tuple[int, int], set[int]] = {
             (group, block): set(range(spec.pages_per_block))
             for group, spec in enumerate(layout.groups)
-            for block in missing_blocks(spec, num_tokens, have_tokens, layout.block_tokens)
+            for block in blocks(spec, num_tokens, have_tokens, layout.block_tokens)
         }
         """Pages not yet verified of each (group, block) not yet whole."""
         self._whole: set[tuple[int, int]] = set()

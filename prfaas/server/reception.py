@@ -1,4 +1,4 @@
-"""One try to have a prompt prefilled by the peer, and what becomes of the frames that it brings."""
+"""One try to have a prompt prefilled by a peer, and what becomes of the frames that it brings."""
 
 import secrets
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ from prfaas.errors import ProtocolError
 from prfaas.scheduler.monitor import TransferRates
 from prfaas.scheduler.router import FIRST_BACKOFF_S, Outcome
 from prfaas.server.generation import RunningGeneration
+from prfaas.server.peer import Peer
 from prfaas.server.pull import Pull
 from prfaas.transport.messages import TransferAccepted, TransferTotals, parse_first_tokens
 from prfaas.transport.wire import Frame, FrameHeader, FrameType, decode_progress
@@ -18,6 +19,7 @@ from prfaas.types import Request
 class RemoteAttempt:
     """What one try was for and what became of it; `failure` is None as long as nothing failed."""
 
+    peer: Peer
     request: Request
     """As it is sent: a peer keeps its pages under its own numerics."""
     table: BlockTable
@@ -70,6 +72,8 @@ class Reception:
         """Something came since whoever reads this set it back."""
         self.tokens_done = 0
         self.tokens_ahead = 0
+        self._has_first_tokens = False
+        self._num_bytes_before = generation.record.bytes_received
         self._pull = pull
         self._attempt = attempt
         self._generation = generation
@@ -97,7 +101,9 @@ class Reception:
                 self._pull.verified(frame)
                 self._attempt.num_page_bytes = self._pull.num_page_bytes
                 self._attempt.num_kv_bytes = self._pull.num_kv_bytes
-                self._generation.record.bytes_received = self._pull.num_page_bytes
+                self._generation.record.bytes_received = (
+                    self._num_bytes_before + self._pull.num_page_bytes
+                )
             case FrameType.FIRST_TOKENS:
                 self._take_first_tokens(frame.payload)
             case FrameType.LOGITS:
@@ -112,8 +118,9 @@ class Reception:
 
     def _take_first_tokens(self, payload: bytes) -> None:
         generation = self._generation
-        if generation.has_drawn:
+        if self._has_first_tokens:
             raise ProtocolError("first tokens came twice")
+        self._has_first_tokens = True
         events = parse_first_tokens(payload, generation.request)
         for event in events:
             if event.token_id >= self._vocab_size:
@@ -124,12 +131,16 @@ class Reception:
         record.exact = record.exact and attempt.is_exact
         # Drawn behind the whole prompt: a PROGRESS that says so may never be sent.
         self.tokens_done, self.tokens_ahead = record.prompt_tokens, 0
+        drawn_before = generation.drawn_tokens
         for event in events:
-            generation.put(event)
+            if not drawn_before[
+                event.choice_index
+            ]:  # else it goes on behind what another node drew
+                generation.put(event)
 
     def ended(self, totals: TransferTotals) -> None:
         """See FrameConsumer."""
-        if not self._generation.has_drawn:
+        if not self._has_first_tokens:
             raise ProtocolError("the transfer ended without first tokens")
         if self.lacks_logits:
             raise ProtocolError("the transfer ended without logits")

@@ -1,4 +1,4 @@
-"""One try to have a prompt prefilled by the peer: ask, receive, verify, and say how it went."""
+"""One try to have a prompt prefilled by a peer: ask, receive, verify, and say how it went."""
 
 import secrets
 from collections.abc import Callable, Coroutine
@@ -6,41 +6,28 @@ from typing import Any
 
 from prfaas.cache.spec import CacheLayout
 from prfaas.clock import Clock
-from prfaas.errors import (
-    IncompatiblePeer,
-    Overloaded,
-    PromptRefused,
-    TransferError,
-    TransferTimeout,
-)
+from prfaas.errors import Overloaded, TransferError, TransferTimeout
 from prfaas.log import get_logger
 from prfaas.scheduler.monitor import TransferMonitor
-from prfaas.scheduler.router import Outcome
 from prfaas.server.generation import RunningGeneration
-from prfaas.server.peer import Peer
 from prfaas.server.places import bytes_of_places, places_of_snapshots, snapshot_interval
 from prfaas.server.prefix_costs import is_worth_waiting, least_work_s
 from prfaas.server.pull import Pull, kv_numbers
 from prfaas.server.reception import Reception, RemoteAttempt
 from prfaas.server.transfer_metrics import TransferMetrics
+from prfaas.server.transfer_outcome import PEER_IS_WELL, LacksPrefix, TooSlow, outcome_of
 from prfaas.transport.handshake import Identity
 from prfaas.transport.messages import CAPABILITY_BYTES, TransferRequest
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.pulling import Pulling
 
-PEER_IS_WELL: frozenset[Outcome] = frozenset(
-    {"peer_overloaded", "prompt_refused", "slower_than_local", "peer_lacks_prefix"}
-)
-"""What ends an attempt and is no sign that something is wrong with the peer."""
-
 
 class RemotePrefiller:
-    """Runs attempts at one peer."""
+    """Runs attempts, each at its own peer."""
 
     def __init__(
         self,
         *,
-        peer: Peer,
         identity: Identity,
         layout: CacheLayout,
         vocab_size: int,
@@ -49,7 +36,6 @@ class RemotePrefiller:
         clock: Clock,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
-        self._peer = peer
         self._identity = identity
         self._layout = layout
         self._vocab_size = vocab_size
@@ -69,21 +55,13 @@ class RemotePrefiller:
         """
         try:
             await self._run(attempt, generation)
-        except Overloaded as error:
-            attempt.retry_after_s = error.retry_after_s
-            self._fail(attempt, "peer_overloaded", error)
-        except PromptRefused as error:
-            self._fail(attempt, "prompt_refused", error)
-        except IncompatiblePeer as error:
-            self._fail(attempt, "peer_incompatible", error)
-        except _TooSlow as error:
-            self._fail(attempt, "slower_than_local", error)
-        except _LacksPrefix as error:
-            self._fail(attempt, "peer_lacks_prefix", error)
-        except TransferTimeout as error:
-            self._fail(attempt, "peer_stuck", error)
-        except TransferError as error:
-            self._fail(attempt, "transfer_failed" if attempt.is_accepted else "peer_down", error)
+        except (TransferError, Overloaded) as error:
+            if isinstance(error, Overloaded):
+                attempt.retry_after_s = error.retry_after_s
+            attempt.outcome = outcome_of(error, is_accepted=attempt.is_accepted)
+            attempt.detail = str(error)
+            if attempt.outcome not in PEER_IS_WELL:
+                attempt.peer.doubt()
         finally:
             self._metrics.transfer_finished("received", attempt.outcome)
             get_logger().info(
@@ -94,13 +72,6 @@ class RemotePrefiller:
                 detail=attempt.detail,
                 num_bytes=attempt.num_page_bytes,
             )
-
-    def _fail(
-        self, attempt: RemoteAttempt, outcome: Outcome, error: TransferError | Overloaded
-    ) -> None:
-        attempt.outcome, attempt.detail = outcome, str(error)
-        if outcome not in PEER_IS_WELL:
-            self._peer.doubt()
 
     async def _run(self, attempt: RemoteAttempt, generation: RunningGeneration) -> None:
         started_s = self._clock()
@@ -131,22 +102,22 @@ class RemotePrefiller:
         reception = Reception(pull, attempt, generation, self._vocab_size)
         numbers = kv_numbers(self._layout, self._identity)
         try:
-            async with self._peer.client.pull(asked, reception, numbers=numbers) as pulling:
+            async with attempt.peer.client.pull(asked, reception, numbers=numbers) as pulling:
                 self._compare_prefixes(attempt)
                 await self._receive(pulling, reception, attempt, generation, started_s)
                 if pulling.is_finished and not pulling.acknowledge():
-                    self._spawn(self._acknowledge(asked))
+                    self._spawn(attempt.peer.acknowledge(asked))
         finally:
             if not reception.is_done:
-                self._spawn(self._cancel_at_peer(attempt.transfer_id))
+                self._spawn(attempt.peer.cancel(attempt.transfer_id))
 
     def _compare_prefixes(self, attempt: RemoteAttempt) -> None:
-        """Raise _LacksPrefix if a peer that must compute what is here needs longer than we for the rest."""
+        """Raise LacksPrefix if a peer that must compute what is here needs longer than we for the rest."""
         have_tokens = attempt.table.hit_tokens
         if attempt.peer_hit_tokens >= have_tokens:
             return
         work_s = least_work_s(
-            self._peer.view,
+            attempt.peer.view,
             self._layout,
             num_tokens=len(attempt.request.prompt_tokens),
             have_tokens=have_tokens,
@@ -154,24 +125,10 @@ class RemotePrefiller:
             snapshot_tokens=self._snapshot_tokens,
         )
         if not is_worth_waiting(work_s, attempt.local_estimate_s):
-            raise _LacksPrefix(
+            raise LacksPrefix(
                 f"it has {attempt.peer_hit_tokens} of our {have_tokens} tokens and needs {work_s:.1f} s, "
                 f"we {attempt.local_estimate_s:.1f} s"
             )
-
-    async def _acknowledge(self, asked: TransferRequest) -> None:
-        try:
-            await self._peer.client.acknowledge(asked)
-        except (TransferError, Overloaded) as error:
-            # All is here and verified; the sender's lease lets its pages go.
-            get_logger().debug("transfer.ack_lost", transfer_id=asked.transfer_id, error=str(error))
-
-    async def _cancel_at_peer(self, transfer_id: str) -> None:
-        try:
-            await self._peer.client.cancel(transfer_id)
-        except TransferError as error:
-            # Its lease ends the transfer there.
-            get_logger().debug("transfer.cancel_lost", transfer_id=transfer_id, error=str(error))
 
     async def _receive(
         self,
@@ -226,16 +183,6 @@ class RemotePrefiller:
             case "stuck":
                 raise TransferTimeout(f"{attempt.num_page_bytes} bytes so far, nothing moves")
             case "slower_than_local":
-                raise _TooSlow(
-                    f"{monitor.time_left_s(now_s):.1f} s left, a local prefill is faster"
-                )
+                raise TooSlow(f"{monitor.time_left_s(now_s):.1f} s left, a local prefill is faster")
             case "wait":
                 return
-
-
-class _LacksPrefix(TransferError):
-    """The peer would compute again what is cached here."""
-
-
-class _TooSlow(TransferError):
-    """A local prefill is predicted to end before the transfer does."""

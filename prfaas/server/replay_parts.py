@@ -83,7 +83,7 @@ def load_replay_parts(config: NodeConfig, progress: Progress) -> NodeParts:
             snapshot_tokens=config.cache.snapshot_tokens,
         )
 
-    return make_parts(parts, config.cache, make_engine, progress)
+    return make_parts(parts, config, make_engine, progress)
 
 
 def _layout_of(kv_bytes: LinearCurve, bytes_scale: float, block_tokens: int) -> CacheLayout:

@@ -12,6 +12,8 @@ from prfaas.scheduler.router import FIRST_BACKOFF_S, Outcome, Route, Router, Rou
 from prfaas.scheduler.view import LocalView
 from prfaas.server.adapting import Adapting
 from prfaas.server.engine_thread import EngineThread
+from prfaas.server.places import bytes_of_places, places_of_snapshots
+from prfaas.server.explaining import Alternative, RouteExplanation
 from prfaas.types import Request, RouteName
 
 
@@ -46,6 +48,11 @@ class PromptRouter:
         self._clock = clock
         self._correction = RateCorrection(prior, memory_tokens=MEMORY_TOKENS)
         self._snapshot_tokens = snapshot_tokens
+        every = snapshot_tokens
+        self._snapshot_bytes = bytes_of_places(
+            layout, places_of_snapshots(layout, 2 * every, 0, every)
+        )
+        """Of one: that at the end is none."""
         self._adapting = adapting
 
     def route(
@@ -75,14 +82,56 @@ class PromptRouter:
             self._correction.computed(uncached_tokens)
         return route
 
+    def explain(
+        self, request: Request, hit_tokens: int, force: RouteName | None = None
+    ) -> RouteExplanation:
+        """Return the route that the prompt would have now, and what there is to choose from."""
+        num_tokens, now_s = len(request.prompt_tokens), self._clock()
+        asked = self._asked(num_tokens, hit_tokens, {})
+        local = self.local_view(asked.uncached_tokens)
+        route = self._router.decide(asked, local=local, now_s=now_s, force=force)
+        here = Alternative(
+            peer=None,
+            refusal=None,
+            num_tokens=asked.uncached_tokens,
+            queue_tokens=local.num_waiting_tokens,
+            num_kv_bytes=0,
+            predicted_ttft_s=local.ttft_s(num_tokens=asked.uncached_tokens),
+        )
+        return RouteExplanation(
+            route=route,
+            num_tokens=num_tokens,
+            hit_tokens=hit_tokens,
+            policy=self._router.options.policy_in_force,
+            threshold_tokens=self._router.threshold_tokens,
+            alternatives=(here, *(self._there(name, asked, now_s) for name in self._router.peers)),
+        )
+
+    def _there(self, name: str, asked: RouteRequest, now_s: float) -> Alternative:
+        peer = self._router.peer(name)
+        return Alternative(
+            peer=name,
+            refusal=peer.refusal(now_s),
+            num_tokens=asked.peer_tokens(name),
+            queue_tokens=max(peer.num_queue_tokens, peer.num_inflight_tokens),
+            num_kv_bytes=asked.num_kv_bytes,
+            predicted_ttft_s=peer.ttft_s(
+                num_tokens=asked.peer_tokens(name),
+                num_kv_bytes=asked.num_kv_bytes,
+                num_tail_bytes=asked.num_tail_bytes,
+            ),
+        )
+
     def _asked(
         self, num_tokens: int, hit_tokens: int, peer_hits: Mapping[str, int]
     ) -> RouteRequest:
         num_bytes = self._layout.bytes_needed(num_tokens, hit_tokens)
         tail_bytes = num_bytes - self._layout.streamed_bytes(num_tokens, hit_tokens)
-        if self._snapshot_tokens:  # each is windows and states, as those at the end
-            every = self._snapshot_tokens
-            num_bytes += tail_bytes * (num_tokens // every - hit_tokens // every)
+        if self._snapshot_tokens:
+            every, block_tokens = self._snapshot_tokens, self._layout.block_tokens
+            last_tokens = num_tokens // block_tokens * block_tokens  # has to be there anyway
+            num_snapshots = max(0, (last_tokens - 1) // every - hit_tokens // every)
+            num_bytes += num_snapshots * self._snapshot_bytes
         return RouteRequest(
             num_tokens=num_tokens,
             hit_tokens=hit_tokens,

@@ -37,7 +37,7 @@ CAPABILITY_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferRequest:
-    """What a pd node asks of a prefill node: this prompt's KV, and its first token."""
+    """What a pd node asks of another node: this prompt's KV, and its first token."""
 
     transfer_id: str
     """Chosen by the asker, so that it can cancel even before it hears back."""
@@ -57,14 +57,17 @@ class TransferRequest:
     """Windows and states are wanted at its multiples, too, so that a broken transfer leaves a prefix."""
     deadline_s: float | None = None
     """From now on, after which the asker would rather have computed it itself; None is no haste."""
+    cached_only: bool = False
+    """Only what the sender has cached of the prompt beyond `have_tokens` is wanted: no first token, nothing that
+    must be computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferAccepted:
-    """The prefill node has reserved pages for all of it and queued the prompt."""
+    """The sender has reserved pages for all of it and queued the prompt."""
 
     hit_tokens: int
-    """Prompt tokens that the prefill node does not need to compute."""
+    """Prompt tokens that the sender does not need to compute; all that it sends if nothing else is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +114,7 @@ def encode_transfer_request(asked: TransferRequest) -> bytes:
             "credit_bytes": asked.credit_bytes,
             "snapshot_tokens": asked.snapshot_tokens,
             "deadline_s": asked.deadline_s,
+            "cached_only": asked.cached_only,
         }
     )
 
@@ -132,6 +136,7 @@ def parse_transfer_request(data: bytes) -> TransferRequest:
         credit_bytes=count_of(value, "credit_bytes", 0, 1 << 62),
         snapshot_tokens=count_of(value, "snapshot_tokens", 0, MAX_TOKEN_ID),
         deadline_s=None if value.get("deadline_s") is None else number_of(value, "deadline_s", 0),
+        cached_only=typed(value, "cached_only", bool),
     )
 
 

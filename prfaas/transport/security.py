@@ -60,14 +60,19 @@ def _cluster_key(options: TransportOptions) -> ClusterKey | None:
     return read_cluster_key(Path(options.cluster_key_file).expanduser())
 
 
-def peer_tls(options: TransportOptions) -> ssl.SSLContext | None:
-    """Return what a listening port of the KV channel speaks; None is plain TCP."""
+def peer_tls(
+    options: TransportOptions, *, demands_certificate: bool = True
+) -> ssl.SSLContext | None:
+    """Return what a listening port of the KV channel speaks; None is plain TCP.
+
+    With an authority it demands a certificate of everybody, unless others than nodes come to the port.
+    """
     if options.tls_cert is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     _load_certificate(context, options)
-    if options.tls_ca is not None:
+    if options.tls_ca is not None and demands_certificate:
         _load_authority(context, options.tls_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     return context

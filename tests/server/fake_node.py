@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from aiohttp import web
+
 from prfaas.config.options import Role  # noqa: TC001
 from prfaas.server.node import NodeLoad
 from prfaas.text.chat_template import ChatTemplate
@@ -176,6 +178,9 @@ class FakeNode:
             peers_usable={"127.0.0.1:8100": True},
             peers_by_http={"127.0.0.1:8100": False},
         )
+
+    def routes(self) -> list[web.RouteDef]:
+        return []
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         self.is_started = True

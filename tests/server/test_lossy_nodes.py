@@ -7,7 +7,7 @@ so that what is said of them is seen apart from what became of them.
 import pytest
 
 from prfaas.cache.prefix import PrefixCache
-from prfaas.server.filling import lossy_salt
+from prfaas.server.prefixes import lossy_salt
 from prfaas.types import Request
 from tests.relay import Fault
 from tests.server.fleet import fleet, request

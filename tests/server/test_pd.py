@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from prfaas.errors import BadRequest, Overloaded
-from prfaas.server.filling import approximate_salt
+from prfaas.server.prefixes import approximate_salt
 from tests.server.fleet import CONTEXT_TOKENS, IDENTITY, evict_all, fleet, prompt, request, until
 from tests.server.scripted_engine import (
     BLOCK_TOKENS,

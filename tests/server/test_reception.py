@@ -1,5 +1,7 @@
 """What a transfer's frames tell of how far the peer is."""
 
+from typing import TYPE_CHECKING, cast
+
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.pull import Pull
 from prfaas.server.reception import Reception, RemoteAttempt
@@ -8,6 +10,9 @@ from prfaas.transport.wire import Frame, FrameHeader, FrameType, encode_progress
 from prfaas.types import Request, SamplingParams, TokenEvent
 from tests.server.fleet import make_cache, prompt
 from tests.server.scripted_engine import DENSE
+
+if TYPE_CHECKING:
+    from prfaas.server.peer import Peer
 
 NUM_TOKENS = 100
 REQUEST = Request(
@@ -24,6 +29,7 @@ def reception() -> Reception:
     return Reception(
         Pull(layout=cache.layout, table=table, num_tokens=NUM_TOKENS, have_tokens=0),
         RemoteAttempt(
+            peer=cast("Peer", None),
             request=REQUEST,
             table=table,
             salt=b"",
