@@ -97,6 +97,14 @@ class PrefixCache:
                 self._count(table, keys, num_tokens, limit, ram)
         return table
 
+    def peek(self, keys: Sequence[bytes], num_tokens: int) -> int:
+        """Return how many tokens `find` would find now; nothing is pinned, read, touched or counted."""
+        limit = self._limit(keys, num_tokens)
+        with self.pool.lock:
+            ram = InRam(self.pool, keys[:limit])
+            presence = ram if self.tier is None else InRamOrOnDisk(ram, self.tier.store)
+            return self._longest(limit, presence) * self.layout.block_tokens
+
     def find(
         self,
         keys: Sequence[bytes],

@@ -23,6 +23,8 @@ API_KEY = web.RequestKey("api_key", bytes)
 """Key of the API key that the client showed, in a `web.Request`; absent if none is asked for."""
 TENANT_PREFIX = "/v1/"
 """What a tenant's key opens. Figures and stories of all tenants are the operator's."""
+OPERATOR_PATHS = frozenset({"/v1/cluster"})
+"""Under the prefix, and yet the operator's."""
 PUBLIC_PATHS = frozenset({"/health", "/ready"})
 """Served without a key: an orchestrator's probes."""
 PREFLIGHT_MAX_AGE_S = 600
@@ -119,7 +121,8 @@ def checking_key(keys: ApiKeys, own_auth_prefixes: Collection[str]) -> Middlewar
             )
             response.headers["WWW-Authenticate"] = "Bearer"
             return response
-        if not request.path.startswith(TENANT_PREFIX) and not keys.is_operator(key):
+        is_tenants = request.path.startswith(TENANT_PREFIX) and request.path not in OPERATOR_PATHS
+        if not is_tenants and not keys.is_operator(key):
             return error_response(
                 BadRequest(
                     "this API key opens /v1 only; the rest takes the operator's",

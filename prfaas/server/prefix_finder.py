@@ -66,6 +66,10 @@ class PrefixFinder:
             if promotion is not None:
                 promotion.release()
 
+    async def peek(self, tokens: Sequence[int], salt: bytes) -> int:
+        """Return the length of the longest hit, without a hold on it."""
+        return self._cache.peek(await self._keys.keys(tokens, salt), len(tokens))
+
     async def _read(self, promotion: Promotion) -> None:
         began_s = self._clock()
         loop = asyncio.get_running_loop()
