@@ -198,8 +198,9 @@ class Fleet:
         if isinstance(decided, NoNode):
             return decided
         choice, directed = decided
+        placement = self._placement(choice, directed)
         self._book(request_id, choice.node, directed, now_s)
-        return self._placement(choice, directed)
+        return placement
 
     def explain(self, wanted: Wanted, now_s: float) -> Explanation:
         """Return where a request would go, and what speaks for and against each node; changes nothing."""
@@ -326,9 +327,9 @@ class Fleet:
         return choice, directed
 
     def _placement(self, choice: Choice, directed: Directed) -> Placement:
-        predicted_s = directed.predicted_ttft_s
-        if predicted_s is not None:
-            predicted_s += choice.node.slot_wait_s(self._assumed)
+        predicted_s, wait_s = directed.predicted_ttft_s, choice.node.slot_wait_s(self._assumed)
+        if predicted_s is not None and wait_s:
+            predicted_s = None if choice.node.step_s is None else predicted_s + wait_s
         source = directed.source
         return Placement(
             decode_at=choice.node.name,
