@@ -2,7 +2,7 @@
 
 PrfaaS §3.4.3 in small: the node is cut into slices that prefill or decode, each with its share of what
 the node and its peers do, and the plan of a cluster is solved for those. Noise makes nothing flap: t moves
-only by a good part of itself, the slices change when several looks agree and rest afterwards.
+only by a good part of itself and if two looks agree, the slices if several do, and then they rest.
 """
 
 from collections import deque
@@ -110,6 +110,8 @@ class Adaptation:
         self._prompts: deque[tuple[int, int]] = deque(maxlen=options.rebalance_prompts)
         self._seen = _Averages()
         self._threshold_tokens: float = options.first_threshold_tokens
+        self._pull = 0
+        """Which way the last look wanted to move t."""
         self._slices: int | None = None
         """That prefill; None: nothing says how many, and no step is without prefill."""
         self._wanted: list[int] = []
@@ -170,10 +172,14 @@ class Adaptation:
             self._wanted.clear()
 
     def _settled_threshold(self, tokens: float) -> float:
+        """Return t: another one once two looks in a row are far enough from it, on the same side."""
         tokens = min(max(tokens, MIN_THRESHOLD_TOKENS), MAX_THRESHOLD_TOKENS)
-        old = self._threshold_tokens
+        old, pull = self._threshold_tokens, 0
         if abs(tokens - old) >= MIN_MOVE_FRACTION * old:
-            self._threshold_tokens = tokens
+            pull = 1 if tokens > old else -1
+        if pull and pull == self._pull:
+            self._threshold_tokens, pull = tokens, 0
+        self._pull = pull
         return self._threshold_tokens
 
     def _share(self) -> float:

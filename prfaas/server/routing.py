@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from prfaas.cache.spec import CacheLayout
+from prfaas.cache.spec import CacheLayout, WindowSpec
 from prfaas.clock import Clock
 from prfaas.engine.rate import MEMORY_TOKENS
 from prfaas.scheduler.correction import RateCorrection
@@ -12,8 +12,8 @@ from prfaas.scheduler.router import FIRST_BACKOFF_S, Outcome, Route, Router, Rou
 from prfaas.scheduler.view import LocalView
 from prfaas.server.adapting import Adapting
 from prfaas.server.engine_thread import EngineThread
-from prfaas.server.places import bytes_of_places, places_of_snapshots
 from prfaas.server.explaining import Alternative, RouteExplanation
+from prfaas.server.places import bytes_of_places, places_of_snapshots
 from prfaas.types import Request, RouteName
 
 
@@ -48,11 +48,7 @@ class PromptRouter:
         self._clock = clock
         self._correction = RateCorrection(prior, memory_tokens=MEMORY_TOKENS)
         self._snapshot_tokens = snapshot_tokens
-        every = snapshot_tokens
-        self._snapshot_bytes = bytes_of_places(
-            layout, places_of_snapshots(layout, 2 * every, 0, every)
-        )
-        """Of one: that at the end is none."""
+        self._snapshot_bytes = _snapshot_bytes(layout)
         self._adapting = adapting
 
     def route(
@@ -129,7 +125,7 @@ class PromptRouter:
         tail_bytes = num_bytes - self._layout.streamed_bytes(num_tokens, hit_tokens)
         if self._snapshot_tokens:
             every, block_tokens = self._snapshot_tokens, self._layout.block_tokens
-            last_tokens = num_tokens // block_tokens * block_tokens  # has to be there anyway
+            last_tokens = (num_tokens - 1) // block_tokens * block_tokens  # comes anyway
             num_snapshots = max(0, (last_tokens - 1) // every - hit_tokens // every)
             num_bytes += num_snapshots * self._snapshot_bytes
         return RouteRequest(
@@ -168,3 +164,11 @@ class PromptRouter:
         """Take note of a request that is done, for the long time scale."""
         if self._adapting is not None:
             self._adapting.saw(uncached_tokens, output_tokens)
+
+
+def _snapshot_bytes(layout: CacheLayout) -> int:
+    """Return the bytes of one snapshot on the way, far enough from both ends of a prompt."""
+    windows = [spec.window_tokens for spec in layout.groups if isinstance(spec, WindowSpec)]
+    far_tokens = (max(windows, default=0) // layout.block_tokens + 2) * layout.block_tokens
+    places = places_of_snapshots(layout, 3 * far_tokens, 0, 2 * far_tokens)
+    return bytes_of_places(layout, places)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.scheduler.curves import CubicCurve, LinearCurve, PolynomialCurve
+from prfaas.scheduler.curves import CubicCurve, LinearCurve, PolynomialCurve, scaled
 
 # T_prefill of PrfaaS Table 5.
 TABLE_5 = {1024.0: 0.44, 8192.0: 0.72, 32768.0: 1.84, 131072.0: 7.40}
@@ -107,3 +107,24 @@ def test_a_polynomial_that_could_fall_is_refused(coefficients, why):
 def test_points_that_make_no_curve_are_refused(curve, tokens, values, why):
     with pytest.raises(ValueError, match=why):
         curve(tokens=tokens, values=values)
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [
+        PolynomialCurve(coefficients=(1.0, 2.0, 3.0)),
+        LinearCurve(tokens=(1.0, 5.0), values=(2.0, 3.0)),
+        CubicCurve(tokens=(1.0, 5.0, 9.0), values=(2.0, 3.0, 7.0)),
+    ],
+)
+def test_a_scaled_curve_is_that_many_times_as_high_everywhere(curve):
+    made = scaled(curve, 2.5)
+    assert type(made) is type(curve)
+    for length in (0.5, 1.0, 3.0, 7.0, 100.0):
+        assert made(length) == pytest.approx(2.5 * curve(length))
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
+def test_a_factor_that_makes_no_curve_is_refused(factor):
+    with pytest.raises(ValueError, match="a curve times"):
+        scaled(PolynomialCurve(coefficients=(1.0,)), factor)

@@ -2,10 +2,11 @@
 
 import pytest
 
+from prfaas.scheduler.monitor import TransferRates
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.scheduler.profile import Link
-from prfaas.scheduler.router import Router
-from prfaas.scheduler.view import PeerView
+from prfaas.scheduler.router import Router, RouteRequest
+from prfaas.scheduler.view import LocalView, PeerView
 
 LINK = Link(bytes_per_s=100.0, rtt_s=0.5)
 
@@ -33,3 +34,61 @@ def test_a_router_expects_it_of_every_peer():
     router.heard("a", now_s=1.0, is_ready=True, prefill_tokens_per_s=10.0)
     assert router.peer("a").ttft_s(num_tokens=10, num_kv_bytes=500) == pytest.approx(5.5)
     assert router.peer("b").ttft_s(num_tokens=10, num_kv_bytes=500) is None
+
+
+def learnt(
+    *seen: tuple[float, bool], expected: Link | None = LINK, goodput: float | None = None
+) -> PeerView:
+    """The view after transfers that reached so many bytes/s, each waiting for the link or not."""
+    router = Router(
+        peers=("p",), options=SchedulerOptions(threshold_tokens=1), expected_link=expected
+    )
+    router.heard("p", now_s=0.0, is_ready=True, prefill_tokens_per_s=100.0)
+    router.measured("p", rtt_s=None, goodput_bytes_per_s=goodput)
+    request = RouteRequest(num_tokens=200, hit_tokens=0, num_kv_bytes=1000)
+    for index, (rate, is_link_bound) in enumerate(seen):
+        router.route(str(index), request, local=LocalView(), now_s=0.0)
+        rates = TransferRates(
+            prefill_tokens_per_s=None, link_bytes_per_s=rate, is_link_bound=is_link_bound
+        )
+        router.ended(str(index), "completed", now_s=0.0, rates=rates)
+    return router.peer("p")
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected", "byte_s"),
+    [
+        ([], LINK, 1 / 100),
+        ([(10.0, False)], LINK, 1 / 100),  # paced by prefill: the link carries ten at least
+        ([(400.0, False)], LINK, 1 / 400),  # and here more than was expected
+        ([(400.0, False), (50.0, False)], LINK, 1 / 400),
+        ([(400.0, False), (50.0, True)], LINK, 1 / 50),  # it has got worse
+        ([(50.0, True), (10.0, False)], LINK, 1 / 50),
+        ([(50.0, True), (80.0, False)], LINK, 1 / 80),
+        ([(50.0, True), (150.0, True)], LINK, 1 / 80),  # an average
+        ([(10.0, False)], None, 0.0),  # nothing has waited for it yet
+        ([(50.0, True)], None, 1 / 50),
+    ],
+)
+def test_only_a_transfer_that_waited_for_the_link_says_what_it_carries(seen, expected, byte_s):
+    assert learnt(*seen, expected=expected).byte_s == pytest.approx(byte_s)
+
+
+def test_transfers_that_share_a_link_say_together_what_it_carries():
+    assert learnt((50.0, True), goodput=90.0).byte_s == pytest.approx(1 / 90)
+    assert learnt((50.0, True), goodput=20.0).byte_s == pytest.approx(1 / 50)
+
+
+def test_what_is_made_with_the_last_token_comes_after_it():
+    view = PeerView(peer="p", prefill_tokens_per_s=100.0, link_bytes_per_s=1000.0, rtt_s=0.5)
+    asked = {"num_tokens": 200, "num_kv_bytes": 1500}
+    assert view.ttft_s(**asked) == pytest.approx(2.5)
+    assert view.ttft_s(**asked, num_tail_bytes=500) == pytest.approx(3.0)
+    assert view.ttft_s(**asked, num_tail_bytes=1500) == pytest.approx(4.0)
+
+
+def test_bytes_wait_for_those_that_are_under_way():
+    view = PeerView(
+        peer="p", prefill_tokens_per_s=100.0, link_bytes_per_s=1000.0, num_inflight_bytes=5000
+    )
+    assert view.ttft_s(num_tokens=200, num_kv_bytes=1500) == pytest.approx(6.5)

@@ -203,3 +203,34 @@ def test_any_course_gives_a_verdict_and_a_finite_time(steps, hit, streamed, esti
         assert monitor.verdict(now_s) in ("wait", "slower_than_local")
         assert 0 <= monitor.time_left_s(now_s) < math.inf
         assert monitor.verdict(now_s + STALL_S + 0.01) == "stuck"
+
+
+def played(
+    *, link_bytes_per_s: float, tail_bytes: int = 0, tokens_per_s: float = 100.0
+) -> TransferRates:
+    """Rates of a transfer whose bytes follow its tokens as far as the link lets them."""
+    monitor = make(num_kv_bytes=10_000 + tail_bytes, local_estimate_s=None)
+    now_s, sent = 100.0, 0.0
+    while sent < 10_000 + tail_bytes:
+        now_s += 0.05
+        tokens = min(1000, int((now_s - 100.0) * tokens_per_s) // 50 * 50)
+        made_bytes = 10 * tokens + (tail_bytes if tokens == 1000 else 0)
+        sent = min(float(made_bytes), sent + 0.05 * link_bytes_per_s)
+        feed(monitor, now_s, tokens, int(sent))
+    return monitor.rates(now_s)
+
+
+@pytest.mark.parametrize(
+    ("link_bytes_per_s", "tail_bytes", "is_link_bound"),
+    [(200.0, 0, True), (800.0, 0, True), (5_000.0, 0, False), (1e9, 0, False), (1e9, 900, False)],
+)
+def test_a_rate_is_the_link_s_only_if_bytes_waited_for_it(
+    link_bytes_per_s, tail_bytes, is_link_bound
+):
+    rates = played(link_bytes_per_s=link_bytes_per_s, tail_bytes=tail_bytes)
+    assert rates.is_link_bound == is_link_bound
+    assert rates.link_bytes_per_s is not None
+    if is_link_bound:
+        assert rates.link_bytes_per_s == pytest.approx(link_bytes_per_s, rel=0.1)
+    else:
+        assert rates.link_bytes_per_s < 2_000, "as fast as they were made"

@@ -146,7 +146,7 @@ def test_threshold_moves_t_with_queues_and_link(num_tokens, local, peer, expecte
 def test_policies_that_look_at_the_length_alone_ignore_queues_and_links(
     policy, num_tokens, expected
 ):
-    busy = {"num_queue_tokens": 10**6, "link_bytes_per_s": 1.0}
+    busy: dict[str, Any] = {"num_queue_tokens": 10**6, "link_bytes_per_s": 1.0}
     assert decided(asked(num_tokens), SchedulerOptions(policy=policy)) == expected
     assert decided(asked(num_tokens), SchedulerOptions(policy=policy), **busy) == expected
 
