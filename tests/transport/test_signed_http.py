@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -14,10 +15,11 @@ from prfaas.transport.auth import PeerSide
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.gate import Gate
 from prfaas.transport.options import TransportOptions
-from prfaas.transport.security import ChannelSecurity
+from prfaas.transport.security import ChannelSecurity, asker_security, peer_security
 from prfaas.transport.signed_http import SignedHttp
 from prfaas.transport.signed_lines import LineSigner, line_key
 from tests.accepting import accept_no_more
+from tests.transport.certificates import Certificates
 from tests.transport.samples import IDENTITY
 
 KEY = ClusterKey(b"0123456789abcdef")
@@ -72,7 +74,13 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def connected(key: ClusterKey | None = KEY) -> AsyncIterator[tuple[Server, SignedHttp]]:
+async def connected(
+    key: ClusterKey | None = KEY, certificates: Certificates | None = None
+) -> AsyncIterator[tuple[Server, SignedHttp]]:
+    options = OPTIONS
+    if certificates is not None:
+        cert, cert_key = certificates.issue("node")
+        options = replace(OPTIONS, tls_cert=cert, tls_key=cert_key, tls_ca=certificates.authority)
     server = Server(key)
     app = web.Application()
     app.add_routes(
@@ -85,10 +93,12 @@ async def connected(key: ClusterKey | None = KEY) -> AsyncIterator[tuple[Server,
     )
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    tls = None if certificates is None else peer_security(options).tls
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
     await site.start()
     address = PeerAddress("127.0.0.1", runner.addresses[0][1])
-    http = SignedHttp(address, OPTIONS, ChannelSecurity(cluster_key=key))
+    security = ChannelSecurity(cluster_key=key, tls=asker_security(options).tls)
+    http = SignedHttp(address, options, security)
     try:
         async with asyncio.timeout(30):
             yield server, http
@@ -113,9 +123,12 @@ async def say_three(response: web.StreamResponse, signer: LineSigner) -> None:
         await response.write(signer.seal(text))
 
 
-@pytest.mark.parametrize("key", [None, KEY], ids=["open", "keyed"])
-async def test_replies_and_lines_come_and_the_connection_serves_again(key):
-    async with connected(key) as (server, http):
+@pytest.mark.parametrize(
+    ("key", "is_tls"), [(None, False), (KEY, False), (KEY, True)], ids=["open", "keyed", "tls"]
+)
+async def test_replies_and_lines_come_and_the_connection_serves_again(key, is_tls, tmp_path):
+    certificates = Certificates(tmp_path) if is_tls else None
+    async with connected(key, certificates) as (server, http):
         server.write = say_three
         assert await http.post("/echo", b"x", IDENTITY) == b"x"
         for _ in range(3):
