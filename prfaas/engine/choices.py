@@ -2,6 +2,7 @@
 
 from prfaas.engine.sampler import Float32s, Sampler, TokenHistory
 from prfaas.engine.sequence import RequestState
+from prfaas.engine.submission import FirstLogits
 from prfaas.types import TokenEvent
 
 
@@ -59,3 +60,8 @@ def draw_first_tokens(
             completion = (event.token_id,)
         going_on.append((choice, completion))
     return events, going_on
+
+
+def first_logits(state: RequestState, row_V: Float32s) -> FirstLogits:
+    """Return the logits after the prompt as they are sent."""
+    return FirstLogits(request_id=state.request.request_id, logits=row_V.astype("<f4").tobytes())

@@ -22,10 +22,9 @@ from prfaas.cache.prefix import PrefixCache
 from prfaas.clock import Clock
 from prfaas.engine.batcher import Batcher
 from prfaas.engine.capacity import check_snapshot_tokens, max_context_tokens
-from prfaas.engine.choices import draw_first_tokens, draw_token
+from prfaas.engine.choices import draw_first_tokens, draw_token, first_logits
 from prfaas.engine.forward import Forward
 from prfaas.engine.options import EngineOptions
-from prfaas.engine.pages import announce_hit
 from prfaas.engine.rate import StepTimes
 from prfaas.engine.sampler import Float32s, Sampler
 from prfaas.engine.sequence import (
@@ -39,7 +38,7 @@ from prfaas.engine.sequence import (
 )
 from prfaas.engine.sharing import share_prefixes
 from prfaas.engine.step_plan import StepPlan
-from prfaas.engine.submission import EngineEvent, EngineLoad, FirstLogits, Submission
+from prfaas.engine.submission import EngineEvent, EngineLoad, Submission
 from prfaas.engine.turns import TurnSnapshots
 from prfaas.engine.working_copies import WorkingCopies
 from prfaas.errors import BadRequest
@@ -248,14 +247,7 @@ class Runner:
 
     def _admit(self, capacity_tokens: int, sequence: SequenceState) -> None:
         self._copies.make(sequence, capacity_tokens)
-        if sequence.is_new:
-            sequence.is_new = False
-            announce_hit(
-                sequence.table,
-                self._layout,
-                sequence.owner.publishing,
-                known_tokens=sequence.told_tokens,
-            )
+        sequence.tell_of_hit(self._layout)
         if sequence.resume_tokens == len(sequence.tokens):  # all of it came from a peer
             self._split(sequence, None)
 
@@ -307,22 +299,16 @@ class Runner:
 
     def _go_on(self, sequence: SequenceState, choice: int, row_V: Float32s) -> None:
         """Draw a decoding choice's next token."""
+        position, history = len(sequence.tokens), sequence.history
         event = draw_token(
-            self._sampler,
-            sequence.owner,
-            choice,
-            row_V,
-            position=len(sequence.tokens),
-            history=sequence.history,
+            self._sampler, sequence.owner, choice, row_V, position=position, history=history
         )
         self._events.append(event)
         if event.finish_reason is not None:
             self._note_turn(sequence, [*sequence.tokens, event.token_id])
             self._close_choice(sequence.owner, choice)
             return
-        sequence.tokens.append(event.token_id)
-        if sequence.history is not None:
-            sequence.history.append(event.token_id)
+        sequence.append(event.token_id)
         self._batcher.known(sequence.key, len(sequence.tokens))
 
     def _split(self, prompt: SequenceState, row_V: Float32s | None) -> None:
@@ -332,8 +318,7 @@ class Runner:
         self._events += events
         if state.submission.return_logits:
             assert row_V is not None
-            logits = row_V.astype("<f4").tobytes()
-            self._events.append(FirstLogits(request_id=state.request.request_id, logits=logits))
+            self._events.append(first_logits(state, row_V))
         if state.submission.prefill_only or not lines:
             self._end(state)
             return
@@ -387,14 +372,9 @@ class Runner:
             self._fail(sequence.owner, error)
 
     def _fail(self, state: RequestState, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}"
-        if state.request.request_id in self._requests:
-            get_logger().error(
-                "request.failed",
-                request_id=state.request.request_id,
-                error=text,
-                exc_info=error,
-            )
+        text, request_id = f"{type(error).__name__}: {error}", state.request.request_id
+        if request_id in self._requests:
+            get_logger().error("request.failed", request_id=request_id, error=text, exc_info=error)
         self._end(state, text)
 
     def _end(self, state: RequestState, error: str | None = None) -> None:

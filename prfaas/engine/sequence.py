@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prfaas.cache.block_table import BlockTable
 from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.spec import CacheLayout, replay_boundary
-from prfaas.engine.pages import Publishing
+from prfaas.engine.pages import Publishing, announce_hit
 from prfaas.engine.sampler import TokenHistory, uses_history
 from prfaas.engine.submission import Submission
 from prfaas.errors import BadRequest
@@ -82,6 +82,18 @@ class SequenceState:
     def is_choice(self) -> bool:
         """False while it is the prompt of all choices."""
         return self.choice_index is not None
+
+    def append(self, token: int) -> None:
+        """Add a token that was drawn."""
+        self.tokens.append(token)
+        if self.history is not None:
+            self.history.append(token)
+
+    def tell_of_hit(self, layout: CacheLayout) -> None:
+        """Tell the sink what the cache has beyond the submission's hit; once, at its beginning."""
+        if self.is_new:
+            self.is_new = False
+            announce_hit(self.table, layout, self.owner.publishing, known_tokens=self.told_tokens)
 
     def extend_keys(self, cache: PrefixCache, num_tokens: int) -> None:
         """Give the table the keys of all whole blocks within the first `num_tokens` tokens."""
