@@ -9,7 +9,7 @@ import pytest
 from prfaas.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = [ROOT / "configs" / f"{role}.toml" for role in ("pd", "prefill")]
+CONFIGS = [ROOT / "configs" / f"{role}.toml" for role in ("pd", "prefill", "scheduler")]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -17,11 +17,11 @@ def test_a_shipped_file_is_a_valid_node_of_its_name(path):
     assert load_config(flags={}, environ={}, config_path=path).role == path.stem
 
 
-def test_both_roles_of_a_pair_have_a_file_and_find_each_other():
+def test_every_role_has_a_file_and_find_each_other():
     pair = {path.stem: load_config(flags={}, environ={}, config_path=path) for path in CONFIGS}
-    assert set(pair) == {"pd", "prefill"}
+    assert set(pair) == {"pd", "prefill", "scheduler"}
     assert pair["pd"].transport.peer == f"prefill:{pair['prefill'].http.port}"
-    assert pair["pd"].model == pair["prefill"].model
+    assert pair["pd"].model == pair["prefill"].model == pair["scheduler"].model
 
 
 def test_the_image_copies_only_what_exists_and_is_not_ignored():
