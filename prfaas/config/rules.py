@@ -154,13 +154,17 @@ def _served(config: NodeConfig) -> str:
 def _check_peer(config: NodeConfig, name_of: NameOf, *, listens: bool) -> None:
     if config.transport.peer is None:
         return
-    name = name_of("transport.peer")
+    for peer in config.transport.peer.split(","):
+        _check_one_peer(peer.strip(), config, name_of("transport.peer"), listens=listens)
+
+
+def _check_one_peer(peer: str, config: NodeConfig, name: str, *, listens: bool) -> None:
     try:
-        host, port = split_peer(config.transport.peer)
+        host, port = split_peer(peer)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from None
     if listens and port == config.http.port and _is_same_host(host, config.http.host):
-        raise ConfigError(f"{name}: {config.transport.peer} is this node's own address")
+        raise ConfigError(f"{name}: {peer} is this node's own address")
     if is_loopback(host) or config.transport.tls_ca is not None:
         return
     if not config.transport.allow_plaintext:

@@ -280,7 +280,7 @@ SETTINGS: tuple[Setting, ...] = (
         maximum=1 << 24,
         roles=_NODES,
     ),
-    _setting("transport.peer", "host:port of the prefill node for long prompts.", roles=_PD),
+    _setting("transport.peer", "host:port of the prefill node for long prompts; several, separated by commas.", roles=_PD),
     _setting(
         "transport.connect_timeout_s",
         "How long to wait for a connection to a peer, a node or the scheduler.",

@@ -9,7 +9,7 @@ class TransportOptions:
     """Options of the `[transport]` section."""
 
     peer: str | None = None
-    """host:port of the prefill node; pd role only."""
+    """host:port of the prefill node, or of several, separated by commas; pd role only."""
     connect_timeout_s: float = 2.0
     stall_timeout_s: float = 2.0
     """No verified byte for this long: the rest is prefilled locally."""

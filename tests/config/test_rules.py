@@ -58,6 +58,13 @@ def test_a_node_is_not_its_own_peer(peer):
         load(peer=peer)
 
 
+@pytest.mark.parametrize("peer", ["127.0.0.1:9,localhost:8000", "127.0.0.1:9, nothing", "h:1,"])
+def test_each_of_several_peers_is_checked(peer):
+    with pytest.raises(ConfigError, match=r"^--peer: "):
+        load(peer=peer)
+    assert load(peer="127.0.0.1:9, [::1]:9").transport.peer == "127.0.0.1:9, [::1]:9"
+
+
 def test_a_peer_beyond_loopback_needs_consent_to_plaintext():
     with pytest.raises(ConfigError, match=r"10\.0\.0\.9 .* --allow-plaintext"):
         load(peer="10.0.0.9:8100")

@@ -15,6 +15,7 @@ from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.spec import CacheLayout
 from prfaas.clock import Clock, monotonic_s
 from prfaas.scheduler.options import SchedulerOptions
+from prfaas.server.directions import Directions
 from prfaas.server.pd import PdNode
 from prfaas.server.prefill import PrefillNode
 from prfaas.transport.cluster_key import ClusterKey
@@ -144,11 +145,21 @@ class Fleet:
     tasks: asyncio.TaskGroup
 
     async def ask(
-        self, asked: Request, route: RouteName | None = None, *, return_logits: bool = False
+        self,
+        asked: Request,
+        route: RouteName | None = None,
+        *,
+        return_logits: bool = False,
+        directions: Directions | None = None,
+        drawn_tokens: tuple[tuple[int, ...], ...] = (),
     ) -> Answer:
         events = []
         async with self.pd.generate(
-            asked, force_route=route, return_logits=return_logits
+            asked,
+            force_route=route,
+            return_logits=return_logits,
+            directions=directions,
+            drawn_tokens=drawn_tokens,
         ) as generation:
             async for event in generation:
                 events.append(event)
@@ -156,6 +167,10 @@ class Fleet:
         for event in events:
             tokens[event.choice_index].append(event.token_id)
         return Answer(tokens, events, generation.record, generation.first_logits)
+
+    @property
+    def peer_name(self) -> str:
+        return f"127.0.0.1:{self.relay.port}"
 
     async def ask_locally(self, asked: Request) -> Answer:
         """The answer that this node gives alone, without any cache."""

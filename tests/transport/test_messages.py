@@ -80,6 +80,7 @@ def test_a_transfer_request_round_trips(request, want_logits, accept, deadline_s
         capability=ASKED.capability,
         credit_bytes=ASKED.credit_bytes,
         deadline_s=deadline_s,
+        cached_only=want_logits,
     )
     assert parse_transfer_request(encode_transfer_request(asked)) == asked
 
