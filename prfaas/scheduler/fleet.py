@@ -85,7 +85,7 @@ class Fleet:
     ) -> None:
         self._options = options
         self._limits = limits or FleetLimits()
-        self._rebalance = rebalance or RebalanceOptions()
+        self._rebalance = rebalance or options.rebalance
         self._nodes: dict[str, Standing] = {}
         self._clusters: dict[str, PdCluster] = {}
         """By name, those of pd nodes."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from prfaas.scheduler.heartbeat import Heartbeat
+from prfaas.scheduler.heartbeat import Heartbeat, Mode
 from prfaas.scheduler.standing import (
     FIRST_STEP_S,
     FIRST_TOKEN_S,
@@ -184,13 +184,17 @@ def test_a_mode_says_what_a_node_does_and_one_that_changes_does_neither(
 def test_a_wish_is_over_when_the_node_has_the_mode_or_begins_anew():
     node = standing(mode="decode")
     node.want("prefill")
-    node.heard(beat(mode="decode"), "n", 1.0)
-    assert node.wanted_mode == "prefill"
-    node.heard(beat(mode="prefill"), "n", 2.0)
-    assert node.wanted_mode is None
-    node.want("decode")
-    node.heard(beat(mode="prefill", epoch=2), "n", 3.0)
-    assert node.wanted_mode is None
+    script: list[tuple[Mode, int, Mode | None]] = [
+        ("decode", 1, None),
+        ("prefill", 1, "decode"),
+        ("prefill", 2, None),
+    ]
+    wishes: list[Mode | None] = []
+    for mode, epoch, wish in script:
+        node.heard(beat(mode=mode, epoch=epoch), "n", float(len(wishes)))
+        wishes.append(node.wanted_mode)
+        node.want(wish or node.wanted_mode)
+    assert wishes == ["prefill", None, None]
 
 
 @pytest.mark.parametrize("value", [0, -1, nan, inf, -inf, MAX_COUNT * 10])
