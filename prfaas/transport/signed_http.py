@@ -77,6 +77,7 @@ class SignedHttp:
             ),
             timeout=aiohttp.ClientTimeout(total=None, connect=options.connect_timeout_s),
             auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
         self._tls_hint = "; does it speak TLS? --tls-ca" if tls is None else ""
         """Empty once the peer has answered."""

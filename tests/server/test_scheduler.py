@@ -19,7 +19,8 @@ from prfaas.server.fleet_client import FleetClient
 from prfaas.server.lifecycle import Lifecycle
 from prfaas.server.listening import Listener, bind_socket
 from prfaas.server.metrics import Metrics
-from prfaas.server.scheduler import SchedulerNode
+from prfaas.server.pd import load_pd_node
+from prfaas.server.scheduler import SchedulerNode, load_scheduler_node
 from prfaas.transport.address import PeerAddress
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.fleet_messages import FLEET_PREFIX
@@ -28,6 +29,9 @@ from tests.server.fake_node import TOKENIZER
 from tests.server.fleet import request
 from tests.server.fleet_nodes import PATIENT, TEMPLATE, ScriptedNode
 from tests.server.http_face import TEXT, parse_events, strict_json
+from tests.server.real_nodes import config as real_config
+from tests.server.real_nodes import no_progress
+from tests.tiny_models import write_tiny_model
 
 KEY, OTHER_KEY = ClusterKey(b"0123456789abcdef"), ClusterKey(b"fedcba9876543210")
 API_KEY = "operator"
@@ -141,6 +145,21 @@ async def test_an_answer_that_nobody_can_continue_ends_with_an_error_and_nothing
         assert whole["choices"][0]["text"].startswith(text_of(events))
         status, body, _ = await face.complete()
         assert (status, body["error"]["type"]) == (503, "overloaded_error")  # both are suspected
+
+
+async def test_a_loaded_scheduler_has_the_text_of_its_models_nodes(tmp_path):
+    path = write_tiny_model(tmp_path / "tiny", "llama")
+    ours = load_scheduler_node(
+        NodeConfig(role="scheduler", model=ModelOptions(model=str(path))), Metrics(), no_progress
+    )
+    node = load_pd_node(real_config(path), Metrics(), no_progress)
+    for name in ("tokenizer_fingerprint", "template_fingerprint"):
+        assert getattr(ours.identity, name) == getattr(node.identity, name)
+    assert ours.tokenizer.encode("Hello", add_bos=True) == node.tokenizer.encode(
+        "Hello", add_bos=True
+    )
+    await ours.close()
+    await node.close()
 
 
 async def test_the_story_says_which_node_answered_and_why():
