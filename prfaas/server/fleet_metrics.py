@@ -77,7 +77,7 @@ def _peers(load: NodeLoad) -> Iterator[Family]:
             capacity.add_metric([name], 1 / peer.byte_s)
             used.add_metric([name], min(1.0, (peer.goodput_bytes_per_s or 0.0) * peer.byte_s))
     for name, link in load.links.items():
-        if name not in load.peers:  # they pull from here
+        if name not in load.peers or not load.peers[name].byte_s:
             used.add_metric([name], link.utilisation_fraction)
     yield from (queue, inflight, tokens, rate, capacity, used)
 

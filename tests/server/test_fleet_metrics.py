@@ -60,6 +60,9 @@ def test_a_peers_link_is_used_by_the_share_of_what_it_carries():
     assert told["egress_utilisation_ratio", "p:1"] == 0.25
     assert told["egress_utilisation_ratio", "asker"] == 0
     assert told["peer_link_bytes_per_second", "p:1"] == 2**20
+    unknown = NodeLoad(peers={"p:1": PeerView(peer="p:1")}, links={"p:1": LinkState().view()})
+    assert read(unknown)["egress_utilisation_ratio", "p:1"] == 0
+    assert ("peer_link_bytes_per_second", "p:1") not in read(unknown)
     assert told["peer_prefill_tokens_per_second", "p:1"] == 1000
     assert told["peer_queue_tokens", "p:1"] == 50
     assert told["peer_inflight_requests", "p:1"] == 1
