@@ -9,7 +9,7 @@ A prefill node and a pd node replay the profiles of the case study (one instance
 between them that holds the rate of a link: 70% of it is filled at the planned threshold. Scenarios: the link stays as it is, or
 it is halved after a third of the requests' time and whole again after two thirds. For each, every policy gets fresh nodes
 and the same requests: of the same seed, those of the simulation. Looked at meanwhile: t, and what has come over the link.
-docs/simulation.md says how to read it.
+docs/load.md says how to read it.
 """
 
 import argparse
@@ -44,6 +44,8 @@ POLICIES: tuple[PolicyName, ...] = ("predictive", "static", "always-remote")
 THRESHOLD = "prfaas_threshold_tokens"
 LOOK_EVERY_S = 0.5
 STALL_TIMEOUT_S = 5.0
+PROMPTS_SEEN = 60
+"""By the long time scale; from a quarter of them on it decides."""
 KV_LENGTHS = (2_000, 16_000, 64_000)
 """Of prompts that show what a transfer moves; no multiples of a block."""
 AIM_FRACTION = 0.1
@@ -188,7 +190,7 @@ def flags_of(policy: PolicyName, case: Case, options: argparse.Namespace) -> lis
     if policy in {"threshold", "predictive"}:
         period_s = options.period_s
         flags += ["--rebalance-period-s", str(period_s), "--rebalance-dwell-s", str(2 * period_s)]
-        flags += ["--rebalance-prompts", "200"]
+        flags += ["--rebalance-prompts", str(PROMPTS_SEEN)]
     return flags
 
 
@@ -310,11 +312,9 @@ def one_run(
 
 
 def warm_up(pd: Node, case: Case) -> None:
-    """Send a few prompts of each side of t, one after the other: a simulation knows all rates from the start."""
-    lengths = [case.threshold_tokens // 4, 2 * case.threshold_tokens] * 2
-    gap_s = 2 * case.slo_s
-    requests = [TraceRequest(gap_s * at, length, 2) for at, length in enumerate(lengths)]
-    load_now(pd.url, requests, max_s=60 * case.slo_s)
+    """Ask prompts of each side of t, one after the other: a simulation knows all rates from the start."""
+    for length in [case.threshold_tokens // 4, 2 * case.threshold_tokens] * 2:
+        load_now(pd.url, [TraceRequest(0.0, length, 2)], max_s=120.0)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

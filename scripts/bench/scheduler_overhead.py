@@ -113,13 +113,12 @@ def measure(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]
     profile = work / "fast.toml"
     profile.write_text(PROFILE)
     replay = ["--engine", "replay", "--profile", str(profile), "--served-model-name", MODEL]
-    replay += ["--cache-ram", "256MiB"]
     with ExitStack() as undo:
         port = free_port()
-        scheduler = undo.enter_context(
-            started(work, "--role", "scheduler", "--served-model-name", MODEL, port=port)
-        )
-        pd = undo.enter_context(started(work, "--scheduler", f"127.0.0.1:{port}", *replay))
+        fleet = ["--role", "scheduler", *replay]
+        scheduler = undo.enter_context(started(work, *fleet, port=port))
+        join = ["--scheduler", f"127.0.0.1:{port}", "--cache-ram", "256MiB", *replay]
+        pd = undo.enter_context(started(work, *join))
         for node in (pd, scheduler):
             node.wait_until_ready()
         urls = {"direct": pd.url, "scheduler": scheduler.url}
@@ -135,14 +134,22 @@ def warm_up(urls: dict[str, str], options: argparse.Namespace) -> None:
 
 
 def found_at(rate_rps: float, rounds: dict[str, list[Load]]) -> dict[str, Any]:
-    loads = [load for each in rounds.values() for load in each]
-    warnings = {w for load in loads for w in to_json(load, ttft_slo_s=1.0)["warnings"]}
+    reports = {
+        way: [to_json(load, ttft_slo_s=1.0)["generator"] for load in loads]
+        for way, loads in rounds.items()
+    }
     return {
         "rate_rps": rate_rps,
         "num_requests": len(rounds["direct"][0].samples),
         "num_rounds": len(rounds["direct"]),
         **compared(rounds),
-        "generator_warnings": sorted(warnings),
+        "generator": {
+            way: {
+                "loop_lag_p99_s": max(each["loop_lag_s"]["p99"] for each in of),
+                "cpu_fraction": max(each["cpu_fraction"] for each in of),
+            }
+            for way, of in reports.items()
+        },
     }
 
 
@@ -156,8 +163,11 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
                 f"  {name.upper()} P{percent}: direct {1e3 * row['direct']:.2f} ms, through the scheduler"
                 f" {1e3 * row['scheduler']:.2f} ms, added {1e3 * row['added']:+.2f} ms ({spread})"
             )
-    for warning in found["generator_warnings"]:
-        yield f"  {warning}"
+    for way, lag in found["generator"].items():
+        yield (
+            f"  the generator, {way}: loop late by up to {1e3 * lag['loop_lag_p99_s']:.1f} ms (P99),"
+            f" {lag['cpu_fraction']:.0%} of a core"
+        )
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
