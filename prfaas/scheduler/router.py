@@ -39,6 +39,8 @@ __all__ = [
     "route",
 ]
 
+NUM_EXCESSES = 8
+"""Prefills of late, whose least excess the next one is expected to have, too."""
 EWMA_WEIGHT = 0.3
 """Of the newest observation."""
 
@@ -49,6 +51,8 @@ class _InFlight:
     num_tokens: int
     num_bytes: int
     started_s: float
+    explained_s: float | None
+    """What it was predicted to take, without the excess of others before it."""
 
 
 class Router:
@@ -166,12 +170,15 @@ class Router:
             self._remember(request, decided)
         if decided.peer is not None:
             peer = self._peers[decided.peer]
-            num_tokens = request.peer_tokens(peer.peer)
+            num_tokens, explained_s = request.peer_tokens(peer.peer), decided.predicted_ttft_s
+            if explained_s is not None:
+                explained_s -= max(0.0, min(peer.excesses_s, default=0.0))
             self._inflight[request_id] = _InFlight(
                 peer=peer.peer,
                 num_tokens=num_tokens,
                 num_bytes=request.num_kv_bytes,
                 started_s=now_s,
+                explained_s=explained_s,
             )
             spent_bytes, spent_at_s = spent_with(
                 peer, request.num_kv_bytes, self._options.egress_target, now_s
@@ -227,6 +234,9 @@ class Router:
         )
         if rates is not None:
             peer = _learnt(peer, rates)
+        if outcome == "completed" and ended.explained_s is not None:
+            excess_s = now_s - ended.started_s - ended.explained_s
+            peer = replace(peer, excesses_s=(excess_s, *peer.excesses_s[: NUM_EXCESSES - 1]))
         self._peers.put(after(peer, outcome, ended.started_s, now_s, retry_after_s))
 
     def heard(

@@ -57,6 +57,8 @@ class PeerView:
     spent_bytes: float = 0.0
     """Of the egress budget, at `spent_at_s`; it has come back since at the budget's rate."""
     spent_at_s: float = 0.0
+    excesses_s: tuple[float, ...] = ()
+    """By how much our last prefills there took longer than rates, queues and round trips explain."""
     queue_s: float = field(init=False, repr=False, compare=False)
     """What is there before a prompt: as it reported or as we have in flight, whichever is more."""
     token_s: float | None = field(init=False, repr=False, compare=False)
@@ -66,6 +68,8 @@ class PeerView:
     backlog_s: float = field(init=False, repr=False, compare=False)
     """Of what we have in flight on the link."""
     trip_s: float = field(init=False, repr=False, compare=False)
+    """What each prefill costs besides: a round trip, and the least that the last ones took longer than
+    rates and queues explain."""
     clear_until_s: float = field(init=False, repr=False, compare=False)
     """Until then there is no refusal and no trial, whatever else is true; -inf promises nothing."""
 
@@ -84,7 +88,7 @@ class PeerView:
         byte_s = 0.0 if link_rate is None else 1 / link_rate
         keep(self, "byte_s", byte_s)
         keep(self, "backlog_s", self.backlog_with_s(self.num_inflight_bytes))
-        keep(self, "trip_s", rtt_s or 0.0)
+        keep(self, "trip_s", (rtt_s or 0.0) + max(0.0, min(self.excesses_s, default=0.0)))
         keep(
             self, "clear_until_s", (self.heard_s or 0.0) + STALE_AFTER_S if is_clear else -math.inf
         )

@@ -5,7 +5,7 @@ import pytest
 from prfaas.scheduler.monitor import TransferRates
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.scheduler.profile import Link
-from prfaas.scheduler.router import Router, RouteRequest
+from prfaas.scheduler.router import Outcome, Router, RouteRequest
 from prfaas.scheduler.view import LocalView, PeerView
 
 LINK = Link(bytes_per_s=100.0, rtt_s=0.5)
@@ -92,3 +92,23 @@ def test_bytes_wait_for_those_that_are_under_way():
         peer="p", prefill_tokens_per_s=100.0, link_bytes_per_s=1000.0, num_inflight_bytes=5000
     )
     assert view.ttft_s(num_tokens=200, num_kv_bytes=1500) == pytest.approx(6.5)
+
+
+def test_what_every_prefill_takes_longer_than_is_explained_is_expected_of_the_next():
+    router = Router(peers=("p",), options=SchedulerOptions(threshold_tokens=1))
+    request = RouteRequest(num_tokens=200, hit_tokens=0, num_kv_bytes=0)
+
+    def predicted_after(taken_s: float, outcome: Outcome = "completed") -> float | None:
+        router.heard("p", now_s=0.0, is_ready=True, prefill_tokens_per_s=100.0)
+        router.route("r", request, local=LocalView(), now_s=0.0)
+        router.ended("r", outcome, now_s=taken_s)
+        return router.peer("p").ttft_s(num_tokens=200, num_kv_bytes=0)
+
+    assert predicted_after(2.0) == pytest.approx(2.0)
+    assert predicted_after(9.0) == pytest.approx(2.0), "a long one alone says nothing of others"
+    for _ in range(6):
+        assert predicted_after(2.5) == pytest.approx(2.0)
+    assert predicted_after(2.5) == pytest.approx(2.5), "none of the last eight was quicker"
+    assert predicted_after(9.0, "cancelled") == pytest.approx(2.5)
+    assert predicted_after(2.2) == pytest.approx(2.2)
+    assert predicted_after(1.0) == pytest.approx(2.0), "never less than is explained"
