@@ -165,13 +165,17 @@ class FleetDriver:
         request: Request,
         hits: Mapping[str, int],
         *,
+        num_drawn: int = 0,
         force: RouteName | None = None,
         numerics: str | None = None,
         excluded: frozenset[str] = frozenset(),
     ) -> Wanted:
-        """Return what `Fleet` is to place: the request, as it stands in the fleet's caches."""
+        """Return what `Fleet` is to place: the request, as it stands in the fleet's caches.
+
+        `num_drawn` tokens of the answer are prefilled with the prompt.
+        """
         return Wanted(
-            num_tokens=len(request.prompt_tokens),
+            num_tokens=len(request.prompt_tokens) + num_drawn,
             hits=hits,
             kv_bytes=no_bytes if self.layout is None else self.layout.bytes_needed,
             tail_bytes=no_bytes if self.layout is None else self._tail_bytes,

@@ -88,6 +88,8 @@ class Relay:
         """The answer's last token, kept until the node has said what else there is to say."""
         self._numerics: str | None = None
         """Of the nodes that have drawn; None if nothing was."""
+        self._has_answered = False
+        """The node of this try has drawn something."""
         self._excluded: set[str] = set()
         self._num_failures = 0
         self._failure: PrfaasError | None = None
@@ -110,6 +112,7 @@ class Relay:
         wanted = self._driver.wanted(
             self._request,
             hits,
+            num_drawn=max(map(len, self._generation.drawn_tokens)),
             force=self._force_route,
             numerics=self._numerics,
             excluded=frozenset(self._excluded),
@@ -154,6 +157,7 @@ class Relay:
         outcome: fleet.Ended = "cancelled"
         retry_after_s = 1.0
         self._route_outcome = None
+        self._has_answered = False
         try:
             await self._converse(placement)
             outcome = "completed"
@@ -256,14 +260,14 @@ class Relay:
     def _take_token(self, event: TokenEvent, numerics: str) -> None:
         if event.choice_index not in self._open:
             return  # under way when the choice was stopped
-        if self._numerics is None:
+        if not self._has_answered:
             record = self._generation.record
             self._driver.fleet.first_token(
                 self._request.request_id,
                 self._clock(),
                 outcome=_outcome_of(record.reason.partition(":")[0]) or "completed",
             )
-            self._numerics = numerics
+            self._has_answered, self._numerics = True, numerics
         if event.finish_reason is not None:
             self._open.discard(event.choice_index)
             if not self._open and not self._generation.stopped_choices:

@@ -68,7 +68,7 @@ class SchedulerNode:
         security = security or ChannelSecurity()
         self._links = NodeLinks(options, security)
         self.driver = FleetDriver(
-            fleet=Fleet(scheduler, rebalance=scheduler.rebalance),
+            fleet=Fleet(scheduler),
             tokenizer_fingerprint=tokenizer.fingerprint,
             template_fingerprint=chat_template.fingerprint,
             accept_approximate=options.accept_numerics == "approximate",
