@@ -83,6 +83,8 @@ class ScriptedNode:
         self.release = asyncio.Event()
         self.is_silent = False
         """While it waits it does not say that it is alive."""
+        self.is_deaf = False
+        """It takes a question and says nothing at all until `release`."""
         self.die_at: int | None = None
         """The token before which it breaks the connection."""
         self.end_at: int | None = None
@@ -167,6 +169,8 @@ class ScriptedNode:
         if self.forges and key is not None:
             key = key.derive(b"another")
         signer = LineSigner(key)
+        if self.is_deaf:
+            await self.release.wait()
         response = web.StreamResponse()
         await response.prepare(http)
         self.num_running += 1

@@ -103,11 +103,12 @@ async def test_a_node_that_fails_is_continued_by_another(fault):
             await fleet.beat(failing)
 
 
-async def test_a_node_that_goes_silent_is_continued_by_another():
+@pytest.mark.parametrize("is_deaf", [False, True], ids=["within", "from the start"])
+async def test_a_node_that_goes_silent_is_continued_by_another(is_deaf):
     async with scripted_fleet(2, options=replace(PATIENT, stall_timeout_s=1.0)) as fleet:
         asked = request(max_tokens=MAX_TOKENS)
         failing = await first_asked(fleet, asked)
-        failing.hold_at, failing.is_silent = 3, True
+        failing.hold_at, failing.is_silent, failing.is_deaf = 3, True, is_deaf
         answer = await fleet.host.ask(asked)
         assert answer.tokens == expected(asked)
         assert answer.record.retries == 1
