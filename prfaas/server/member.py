@@ -5,6 +5,7 @@ The node serves its peers and its own API all the while, whether or not a schedu
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -263,8 +264,8 @@ class Member:
             num_waiting=load.num_waiting,
             max_running=self.membership.max_running,
             num_waiting_tokens=load.num_waiting_tokens,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            decode_step_s=load.decode_step_s,
+            prefill_tokens_per_s=_finite(load.prefill_tokens_per_s),
+            decode_step_s=_finite(load.decode_step_s),
             free_pages_fraction=num_free / num_pages if num_pages else 1.0,
             links=_links(load),
             peers_usable=load.peers_usable,
@@ -288,11 +289,16 @@ def _links(load: NodeLoad) -> dict[str, LinkReport]:
     for name, peer in load.peers.items():
         link = load.links.get(name)
         reports[name] = LinkReport(
-            rtt_s=peer.rtt_s,
-            bytes_per_s=peer.link_bytes_per_s,
-            retransmit_fraction=None if link is None else link.loss_fraction,
+            rtt_s=_finite(peer.rtt_s),
+            bytes_per_s=_finite(peer.link_bytes_per_s),
+            retransmit_fraction=None if link is None else _finite(link.loss_fraction),
         )
     return reports
+
+
+def _finite(number: float | None) -> float | None:
+    """Return a number that a message can have; None for one that is none, or less than nothing."""
+    return number if number is not None and math.isfinite(number) and number >= 0 else None
 
 
 def _is_full(changes: Changes | None) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import math
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,12 @@ from prfaas.errors import IncompatiblePeer, Overloaded, TransferError, Untrusted
 from prfaas.scheduler.heartbeat import LinkReport, Mode
 from prfaas.scheduler.view import PeerView
 from prfaas.server import member as member_module
-from prfaas.server.heartbeat_messages import HeartbeatMessage, HeartbeatReply
+from prfaas.server.heartbeat_messages import (
+    HeartbeatMessage,
+    HeartbeatReply,
+    encode_heartbeat,
+    parse_heartbeat,
+)
 from prfaas.server.member import MAX_CHANGED_KEYS, Member, Membership, member_of
 from prfaas.server.node import NodeLoad
 from prfaas.transport.cluster_key import ClusterKey
@@ -153,6 +159,18 @@ async def test_a_heartbeat_says_how_the_node_is():
     assert beat.links == {"p:1": LinkReport(rtt_s=0.01, bytes_per_s=1e6)}
     assert beat.peers_usable == {"p:1": True}
     assert scheduler.heard[0].max_context_tokens == 2048
+
+
+async def test_what_is_no_number_is_unknown_to_the_scheduler():
+    node, scheduler = Node(), Scheduler(CALM)
+    peer = PeerView(peer="p:1", rtt_s=math.inf, link_bytes_per_s=math.nan)
+    load = replace(node.load(), prefill_tokens_per_s=math.nan, peers={"p:1": peer})
+    node.load = lambda: load  # type: ignore[method-assign]
+    async with running(node, scheduler):
+        await until(lambda: bool(scheduler.heard))
+    beat = parse_heartbeat(encode_heartbeat(scheduler.heard[0])).heartbeat
+    assert beat.prefill_tokens_per_s is None
+    assert beat.links == {"p:1": LinkReport()}
 
 
 async def test_what_the_scheduler_wants_is_done():
