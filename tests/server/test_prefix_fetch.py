@@ -154,8 +154,13 @@ async def test_a_peer_that_is_gone_is_not_waited_for():
 
 
 async def test_a_prefix_that_would_come_later_than_it_is_computed_is_given_up():
-    fast = {"streams": 1, "stall_timeout_s": 60.0, "lease_s": 60.0}
-    async with fleet(layout=DENSE, pd_clock=lambda: 100 * monotonic_s(), **fast) as nodes:
+    async with fleet(
+        layout=DENSE,
+        pd_clock=lambda: 100 * monotonic_s(),
+        streams=1,
+        stall_timeout_s=60.0,
+        lease_s=60.0,
+    ) as nodes:
         num_tokens = 1000
         await warm(nodes, num_tokens)
         nodes.pd_engine.prefill_tokens_per_s = 1e6
@@ -238,10 +243,12 @@ async def test_many_askers_get_a_hot_prefix_at_once():
     async with fleet() as nodes:
         await warm(nodes)
         asked = [request(NUM_TOKENS, seed=seed) for seed in range(5)]
-        answers = await asyncio.gather(
-            *(nodes.ask(one, directions=from_peer(nodes)) for one in asked)
-        )
-        for one, answer in zip(asked, answers, strict=True):
+        async with asyncio.TaskGroup() as tasks:
+            answers = [
+                tasks.create_task(nodes.ask(one, directions=from_peer(nodes))) for one in asked
+            ]
+        for one, task in zip(asked, answers, strict=True):
+            answer = task.result()
             assert answer.record.tokens_reused == PREFIX_TOKENS
             alone = replace(one, request_id=f"{one.request_id}-again")
             assert answer.tokens == (await nodes.ask_locally(alone)).tokens
