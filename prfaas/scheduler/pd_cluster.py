@@ -77,15 +77,18 @@ class PdCluster:
             now_s: on the clock of the heartbeats.
         """
         near, wide = [], []
+        is_picky = wanted.numerics is not None or bool(wanted.excluded)
         for node in prefillers:
-            if prefill_refusal(wanted, node, now_s) is None:
-                if node.heartbeat.role == "prefill":
-                    wide.append(node)
-                elif node.cluster == self.name:
-                    near.append(node)
+            may_refuse = is_picky or now_s > node.clear_until_s
+            if may_refuse and prefill_refusal(wanted, node, now_s) is not None:
+                continue
+            if node.heartbeat.role == "prefill":
+                wide.append(node)
+            elif node.cluster == self.name:
+                near.append(node)
         source, foreign = self._sources(wanted, holders, now_s)
-        near_views = [self._view(self.near, node) for node in _best_heard(near, now_s)]
-        wide_views = [self._view(self.wide, node) for node in _best_heard(wide, now_s)]
+        near_views = [self.near.peer(node.name) for node in _best_heard(near, now_s)]
+        wide_views = [self._view(node) for node in _best_heard(wide, now_s)]
         rest = self._elsewhere(wanted, near_views, wide_views, source, guess, now_s)
         return Offer(
             near=near_views,
@@ -142,11 +145,12 @@ class PdCluster:
                     bytes_per_s=None if byte_s is None else 1 / byte_s,
                 )
 
-    def _view(self, router: Router, node: Standing) -> PeerView:
-        """Return the router's view of a node, with what other clusters have in flight there."""
-        view, queue_tokens = router.peer(node.name), node.load.queue_tokens
+    def _view(self, node: Standing) -> PeerView:
+        """Return the router's view of a PrfaaS node, with what other clusters have in flight there."""
+        view = self.wide.peer(node.name)
         if not self._shares_prfaas:
             return view
+        queue_tokens = node.load.queue_tokens
         seen = self._seen.get(node.name)
         if seen is None or seen[0] is not view or seen[1] != queue_tokens:
             full = view
@@ -192,17 +196,28 @@ class PdCluster:
         if wanted.force == "local":
             near, wide = [], []
         threshold = None if wanted.force == "remote" else self._fixed_threshold()
-        guess_s, best_of = guess.token_s, dict[bool, PeerView | None]()
+        guess_s, hits, num_tokens = guess.token_s, wanted.known_hits, wanted.num_tokens
+        best_of: dict[bool, PeerView | None] = {}
+
+        def ttft_s(peer: PeerView, num_bytes: int) -> float:
+            """As PeerView's, with a guess for what is not known."""
+            token_s, queue_s = peer.token_s, peer.queue_s
+            if token_s is None:
+                token_s = guess_s
+                queue_s = max(peer.num_queue_tokens, peer.num_inflight_tokens) * guess_s
+            computed_s = queue_s + (num_tokens - hits.get(peer.peer, 0)) * token_s
+            arrived_s = peer.backlog_s + num_bytes * peer.byte_s
+            return (computed_s if computed_s > arrived_s else arrived_s) + peer.trip_s  # noqa: FURB136
 
         def prefill_s(hit_tokens: int) -> float:
             has_wide = threshold is None or wanted.num_tokens - hit_tokens > threshold
             num_bytes, _ = wanted.sizes(hit_tokens)
             if has_wide not in best_of:  # by bytes for this hit; those for others change little
                 peers = [*near, *wide] if has_wide else near
-                times = [(_ttft_s(peer, wanted, num_bytes, guess_s), peer) for peer in peers]
+                times = [(ttft_s(peer, num_bytes), peer) for peer in peers]
                 best_of[has_wide] = min(times, key=itemgetter(0))[1] if times else None
             best = best_of[has_wide]
-            return inf if best is None else _ttft_s(best, wanted, num_bytes, guess_s)
+            return inf if best is None else ttft_s(best, num_bytes)
 
         return Elsewhere(
             wanted,
@@ -230,11 +245,6 @@ def _usable(peers: list[PeerView], now_s: float) -> list[PeerView]:
 
 def _best_heard(nodes: list[Standing], now_s: float) -> list[Standing]:
     """Return those that are as good as any, or all if none is."""
-    return [node for node in nodes if not node.is_second_choice(now_s)] or nodes
-
-
-def _ttft_s(peer: PeerView, wanted: Wanted, num_bytes: int, guess_s: float) -> float:
-    token_s = peer.token_s if peer.token_s is not None else guess_s
-    queue_tokens = max(peer.num_queue_tokens, peer.num_inflight_tokens)
-    num_tokens = wanted.num_tokens - wanted.hit_of(peer.peer)
-    return queue_tokens * token_s + max(num_tokens * token_s, num_bytes * peer.byte_s) + peer.trip_s
+    return [
+        node for node in nodes if now_s <= node.clear_until_s or not node.is_second_choice(now_s)
+    ] or nodes

@@ -272,4 +272,4 @@ class FleetMachine(RuleBasedStateMachine):
 
 
 TestFleet = FleetMachine.TestCase
-TestFleet.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestFleet.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
