@@ -53,8 +53,7 @@ async def answer(
     [
         ("qwen3", "grid", 16),
         ("gemma3", "grid", 16),
-        ("kimi_linear", "strict", 64),
-        ("kimi_linear", "grid", 64),
+        pytest.param("kimi_linear", "strict", 64, marks=pytest.mark.slow),
     ],
 )
 async def test_tokens_of_another_node_are_continued_as_if_it_had_gone_on(

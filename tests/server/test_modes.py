@@ -59,6 +59,7 @@ class Pair:
     server: PdNode
     name: str
     server_engine: ScriptedEngine
+    tasks: asyncio.TaskGroup
 
     def there(self, **directions: int | str) -> Directions:
         return Directions(prefill_at=self.name, reason="cluster", **directions)  # type: ignore[arg-type]
@@ -81,7 +82,7 @@ async def pair() -> AsyncIterator[Pair]:
         await asker.start(tasks)
         try:
             async with asyncio.timeout(60):
-                yield Pair(asker, server, f"127.0.0.1:{host.port}", engines[1])
+                yield Pair(asker, server, f"127.0.0.1:{host.port}", engines[1], tasks)
                 for node in (asker, server):
                     await until(lambda node=node: not node.load().num_transfers)  # type: ignore[misc]
                 for engine in engines:
@@ -108,7 +109,7 @@ async def test_a_pd_node_computes_prompts_for_others_and_answers_its_own():
 async def test_a_node_that_prefills_alone_answers_nothing_new_and_ends_what_runs():
     async with pair() as nodes:
         nodes.server_engine.max_prefill_steps = 2
-        running = asyncio.create_task(ask(nodes.server, request(100)))
+        running = nodes.tasks.create_task(ask(nodes.server, request(100)))
         await until(lambda: not nodes.server_engine.gate.is_set())
         nodes.server.set_mode("prefill")
         with pytest.raises(Overloaded, match="converting"):
@@ -125,7 +126,7 @@ async def test_a_node_that_prefills_alone_answers_nothing_new_and_ends_what_runs
 async def test_a_node_that_decodes_alone_computes_nothing_for_others_and_ends_what_runs():
     async with pair() as nodes:
         nodes.server_engine.max_prefill_steps = 2
-        running = asyncio.create_task(ask(nodes.asker, request(100), nodes.there()))
+        running = nodes.tasks.create_task(ask(nodes.asker, request(100), nodes.there()))
         await until(lambda: not nodes.server_engine.gate.is_set())
         nodes.server.set_mode("decode")
         peer = nodes.asker.peers.get(nodes.name)
