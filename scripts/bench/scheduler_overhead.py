@@ -130,7 +130,7 @@ def measure(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]
 def warm_up(urls: dict[str, str], options: argparse.Namespace) -> None:
     """Open connections and load what is loaded late."""
     for url in urls.values():
-        load_now(url, arrivals(50.0, 1.0, options), max_s=60.0)
+        load_now(url, arrivals(50.0, min(1.0, options.seconds), options), max_s=60.0)
 
 
 def found_at(rate_rps: float, rounds: dict[str, list[Load]]) -> dict[str, Any]:
