@@ -8,7 +8,7 @@ from prfaas.scheduler.rebalancer import RebalanceOptions
 
 MAX_SECONDS = 1e9
 MAX_FLOWS = 1_000_000
-MAX_CACHE_TOKENS = 10**15
+MAX_CACHE_TOKENS = 10**14
 MAX_INSTANCES = 100_000
 MAX_CLUSTERS = 1_000
 

@@ -136,8 +136,12 @@ def bursty(requests: Iterator[TraceRequest], factor: float) -> Iterator[TraceReq
 
 def traced(file: PlanFile, path: Path, *, load: float, num_requests: int) -> Case:
     """Return a real trace, as fast as `load` of what the deployment would carry of it."""
-    kind = "azure" if path.suffix == ".csv" else "mooncake"
-    requests = read_trace(path, "azure" if kind == "azure" else "mooncake")[:num_requests]
+    requests = read_trace(path, "azure" if path.suffix == ".csv" else "mooncake")[:num_requests]
+    return on_trace(file, requests, load=load)
+
+
+def on_trace(file: PlanFile, requests: Sequence[TraceRequest], *, load: float) -> Case:
+    """Return these requests on the plan's instances, with roles and t as a plan for them has it."""
     base = file.model
     model = ThroughputModel(
         workload=Workload(
@@ -177,6 +181,8 @@ def compared(cases: Sequence[Case], progress: Callable[[], object]) -> dict[str,
             rows[policy].append(case.run(policy))
         progress()
     found: dict[str, object] = {"best_factors": best}
+    offered = [len(case.requests) / case.requests[-1].arrival_s for case in cases]
+    found["offered_rps"] = fsum(offered) / len(offered)
     base = [in_time(case, run) for case, run in zip(cases, rows["static"], strict=True)]
     for name, runs in rows.items():
         goodputs = [in_time(case, run) for case, run in zip(cases, runs, strict=True)]

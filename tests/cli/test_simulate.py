@@ -97,6 +97,33 @@ def test_without_a_rate_the_capacity_is_searched_and_drawn(tmp_path):
     assert sum(line.startswith("a at ") for line in lines) == 5
 
 
+def test_prefixes_that_moved_are_in_the_report_the_json_and_the_recording(tmp_path):
+    trace, recorded = tmp_path / "t.jsonl", tmp_path / "r.json"
+    lines = [
+        {
+            "timestamp": 3000 * i,
+            "input_length": 512 * (i + 2),
+            "output_length": 5,
+            "hash_ids": [*range(i + 2)],
+        }
+        for i in range(40)
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    plan, place = Path(CASE_STUDY).read_text(), Path(CASE_STUDY).parent
+    for name in ("workloads", "profiles"):
+        plan = plan.replace(f'"{name}/', f'"{place}/{name}/')
+    path = tmp_path / "plan.toml"
+    path.write_text(plan + "\n[simulation]\nlocal_cache_tokens = 1000000\nmoves_cache = true\n")
+    given = (str(path), "--trace", str(trace), "--policy", "predictive")
+    (load,) = facts(*given)["policies"]["prfaas"].values()
+    assert load["num_moved"] == load["reasons"]["moves_cache"] > 0
+    assert load["moved_bytes"] > 0
+    shown = simulate(*given, "--chrome-trace", str(recorded)).stdout
+    assert f"{load['num_moved']} prefixes moved" in shown
+    events = json.loads(recorded.read_text())["traceEvents"]
+    assert [event["name"] for event in events].count("movement") == load["num_moved"]
+
+
 def test_a_trace_is_replayed_at_its_own_times_with_caches(tmp_path):
     trace = tmp_path / "t.jsonl"
     lines = [
@@ -124,6 +151,48 @@ def test_a_trace_is_replayed_at_its_own_times_with_caches(tmp_path):
         "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
     )
     assert facts(path, "--trace", str(csv))["num_requests"] == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "says"),
+    [
+        ("--rate", ("0", "-1", "1.1e9", "inf", "-inf"), "is not in the range 0<x<=1000000000.0"),
+        ("--rate", ("nan",), "--rate: nan is no number"),
+        ("--rate", ("", "two"), "is not a valid float"),
+        ("--rate-factor", ("0", "-1", "1e300"), "is not in the range 0<x<=1000000000.0"),
+        ("--rate-factor", ("nan",), "--rate-factor: nan is no number"),
+        ("--seed", ("-1", str(2**63 + 1)), "is not in the range 0<=x<="),
+        ("--seed", ("nan", "1.5"), "is not a valid integer range"),
+        ("--requests", ("0", "-1", "100000001"), "is not in the range 1<=x<=100000000"),
+        ("--requests", ("nan",), "is not a valid integer range"),
+        ("--chrome-trace-requests", ("0", "-1", "1000001"), "is not in the range 1<=x<=1000000"),
+    ],
+)
+def test_an_option_beyond_its_limits_is_refused(option, values, says):
+    for value in values:
+        result = simulate(CASE_STUDY, option, value)
+        assert result.exit_code == 2
+        assert says in result.output
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--rate", "1e9"),
+        ("--rate", "1e-9"),
+        ("--seed", "0"),
+        ("--seed", str(2**63)),
+        ("--requests", "1"),
+        ("--requests", "2"),
+    ],
+)
+def test_an_option_within_its_limits_is_taken(tmp_path, option, value):
+    given = {"--rate": "1", "--requests": "2", "--seed": "0", option: value}
+    found = facts(small(tmp_path), *(each for pair in given.items() for each in pair))
+    assert (found["num_requests"], found["seed"]) == (
+        int(given["--requests"]),
+        int(given["--seed"]),
+    )
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def number(
     yield key, UNSET, "is not set" if is_needed else None
 
 
-def integer(key: str, *, minimum: int, maximum: int) -> Iterator[Case]:
+def integer(key: str, *, minimum: int, maximum: int, is_needed: bool = True) -> Iterator[Case]:
     """Yield the decisions about a whole number."""
     yield key, minimum, None
     yield key, minimum - 1, f"{minimum - 1} is below the minimum of {minimum}"
@@ -48,4 +48,4 @@ def integer(key: str, *, minimum: int, maximum: int) -> Iterator[Case]:
     yield key, 1.5, "expected a whole number, not 1.5"
     yield key, NAN, "expected a whole number, not nan"
     yield key, False, "expected a whole number, not false"
-    yield key, UNSET, "is not set"
+    yield key, UNSET, "is not set" if is_needed else None

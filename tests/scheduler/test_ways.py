@@ -14,7 +14,7 @@ from prfaas.scheduler.forecast import (
     RemoteView,
 )
 from prfaas.scheduler.policies import Predictive
-from prfaas.scheduler.ways import PRICE, Movement, bytes_price_s, ways
+from prfaas.scheduler.ways import PRICE, Movement, behind, bytes_price_s, ways
 from tests.scheduler.planning import FAST, KV, SLOW, profile
 
 PROFILES = Profiles(local=profile(), remote=profile(FAST, decodes=False))
@@ -65,6 +65,32 @@ def test_a_prefix_from_here_saves_prefill_there():
     assert way.remote == 0
     moved_s = (KV(50_000) - (KV(1_000) - KV(0))) / 1e10
     assert way.ttft_s == pytest.approx(moved_s + 0.01 + FAST(10_000) + 0.02)
+
+
+@pytest.mark.parametrize("queue_s", [0.0, 0.05, 30.0])
+def test_a_movement_has_to_be_worth_its_time_even_behind_a_queue(queue_s):
+    """A block saves 25 ms, and with its states takes 190 ms."""
+    seen = view(replace(LINK, bytes_per_s=1e9), queue_s=queue_s)
+    offered = found(prompt(512, 0), seen)
+    alone, moved = (way for way in offered if way.remote == 0)
+    assert moved.movement is not None
+    assert moved.cost_s > alone.cost_s
+
+
+def test_what_moves_already_is_waited_for():
+    busy = replace(LINK, outgoing_backlog_bytes=1e10)
+    soon, late = (
+        next(way for way in found(prompt(50_000, 0), view(link)) if way.movement is not None)
+        for link in (LINK, busy)
+    )
+    assert late.ttft_s == pytest.approx(soon.ttft_s + 1.0)
+
+
+def test_behind_its_prefix_a_prompt_has_that_hit_and_no_other():
+    asked, moved = prompt(5_000, 1_000), Movement(None, 5_000, 1e8)
+    assert behind(asked, moved, 0) == prompt(5_000, 5_000)
+    assert behind(replace(asked, remote_hit_tokens=()), moved, 1).remote_hit_tokens == (0, 5_000)
+    assert behind(asked, Movement(0, 9_000, 1e8), None) == prompt(9_000, 1_000)
 
 
 def test_a_decision_to_move_says_so():

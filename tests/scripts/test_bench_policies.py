@@ -28,4 +28,6 @@ def test_every_scenario_has_the_best_static_threshold_and_both_adaptive_policies
     for found in table.values():
         assert len(found["best_factors"]) == 1
         assert found["planned"]["goodput_vs_best_static"] <= 1e-9
-        assert set(found) == {"best_factors", "static", "planned", "threshold", "predictive"}
+        rows = {"static", "planned", "threshold", "predictive"}
+        assert set(found) == {"best_factors", "offered_rps", *rows}
+        assert all(found[name]["goodput_rps"] <= found["offered_rps"] * (1 + 1e-9) for name in rows)
