@@ -11,6 +11,7 @@ from prfaas.scheduler.links import Links
 from prfaas.scheduler.placing import (
     MAX_TOKENS_AT_DECODER,
     MIN_FETCH_GAIN_S,
+    TRANSFER_S,
     Elsewhere,
     PlacementReason,
     Source,
@@ -225,7 +226,7 @@ class Director:
         if byte_s is None or node.token_s is None or here.predicted_ttft_s is None:
             return here
         num_bytes = wanted.kv_bytes(foreign.num_tokens, wanted.hit_of(node.name))
-        sent_s = num_bytes * byte_s + (self._links.rtt_s(foreign.node) or 0.0)
+        sent_s = TRANSFER_S + num_bytes * byte_s + (self._links.rtt_s(foreign.node) or 0.0)
         queue_s = node.load.queue_tokens * node.token_s
         rest_s = (wanted.num_tokens - foreign.num_tokens) * node.token_s
         ttft_s = max(queue_s, sent_s) + rest_s

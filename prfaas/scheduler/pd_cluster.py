@@ -12,13 +12,16 @@ from operator import itemgetter
 
 from prfaas.scheduler.conversion import Converter
 from prfaas.scheduler.directing import Director, Offer, Side
-from prfaas.scheduler.links import Links
+from prfaas.scheduler.links import NEAR_BYTES_PER_S, Links
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.scheduler.placing import Elsewhere, Source, Wanted, prefill_refusal
 from prfaas.scheduler.rebalancer import RebalanceOptions
 from prfaas.scheduler.router import Outcome, Router
 from prfaas.scheduler.standing import Assumed, Standing
 from prfaas.scheduler.view import PeerView
+
+FIRST_BYTE_S = 1 / NEAR_BYTES_PER_S
+"""Of a byte on a link that no transfer has shown."""
 
 
 class PdCluster:
@@ -206,7 +209,7 @@ class PdCluster:
                 token_s = guess_s
                 queue_s = max(peer.num_queue_tokens, peer.num_inflight_tokens) * guess_s
             computed_s = queue_s + (num_tokens - hits.get(peer.peer, 0)) * token_s
-            arrived_s = peer.backlog_s + num_bytes * peer.byte_s
+            arrived_s = peer.backlog_s + num_bytes * (peer.byte_s or FIRST_BYTE_S)
             return (computed_s if computed_s > arrived_s else arrived_s) + peer.trip_s  # noqa: FURB136
 
         def prefill_s(hit_tokens: int) -> float:

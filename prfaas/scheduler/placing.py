@@ -20,8 +20,9 @@ KvBytes = Callable[[int, int], int]
 PlacementReason = Reason | Literal["at_decoder", "pd_prefill", "pd_prefill_earlier"]
 """Why the prefill is where it is. Besides a route's: at_decoder: a node that only decodes computes the little that
 lacks. pd_prefill: the node only decodes. pd_prefill_earlier: it could prefill, another one of its cluster sooner."""
-DecodeReason = Literal["only", "prefix", "spilled", "least_loaded"]
+DecodeReason = Literal["only", "prefix", "spilled", "sooner", "least_loaded"]
 """only: there was no choice. prefix: it has the longest hit of all. spilled: one with a longer hit is too busy.
+sooner: one with a longer hit is idle, and yet slower.
 least_loaded: no hit made a difference."""
 NoNodeReason = Literal["no_node", "converting", "numerics", "excluded", Refusal]
 """converting: it takes another mode. numerics: no node has the fingerprint in which the answer began. excluded: all were tried."""
@@ -48,7 +49,9 @@ ALIKE_FRACTION, ALIKE_S = 0.02, 1e-3
 """Costs that differ by less are alike: predictions are not that good."""
 MAX_TOKENS_AT_DECODER = 128
 """So few lacking tokens a node that only decodes computes itself: a transfer takes longer."""
-MIN_FETCH_S, MIN_FETCH_GAIN_S = 1e-6, 0.01
+MIN_FETCH_GAIN_S = 0.01
+TRANSFER_S = 0.05
+"""What any transfer takes, however little it moves: asking, finding the pages, attaching the streams."""
 FETCH_CONCERN = 1.0
 """Of the time of a fetched prefix, that it costs others."""
 MIN_RETRY_S = 1.0
@@ -171,7 +174,8 @@ class Elsewhere:
         """Return the seconds to the first token of a prefill elsewhere."""
         seconds = self._prefill_s_of.get(hit_tokens)
         if seconds is None:
-            seconds = self._prefill_s_of[hit_tokens] = self._prefill_s(hit_tokens)
+            seconds = TRANSFER_S + self._prefill_s(hit_tokens)
+            self._prefill_s_of[hit_tokens] = seconds
         return seconds
 
     def fetch_s(self, hit_tokens: int) -> float:
@@ -179,14 +183,15 @@ class Elsewhere:
         seconds = self._fetch_s_of.get(hit_tokens)
         if seconds is None:
             num_bytes = self._wanted.kv_bytes(self.source_tokens, hit_tokens)
-            seconds = self._fetch_s_of[hit_tokens] = num_bytes * self._near_byte_s
+            seconds = TRANSFER_S + num_bytes * self._near_byte_s
+            self._fetch_s_of[hit_tokens] = seconds
         return seconds
 
 
 def local_s(wanted: Wanted, hit_tokens: int, price: Price, rest: Elsewhere) -> tuple[float, float]:
     """Return the seconds to the first token of a prefill at a node, and those of a prefix that it fetches first.
 
-    It fetches one where that saves more than it takes, and then not in 0 s; the queue goes on meanwhile.
+    It fetches one where that saves more than it takes, else in 0 s; the queue goes on meanwhile.
     """
     token_s = price.token_s
     alone_s = price.queue_s + (wanted.num_tokens - hit_tokens) * token_s
@@ -197,7 +202,7 @@ def local_s(wanted: Wanted, hit_tokens: int, price: Price, rest: Elsewhere) -> t
     if saved_s <= fetch_s + MIN_FETCH_GAIN_S:
         return alone_s, 0.0
     rest_s = (wanted.num_tokens - rest.source_tokens) * token_s
-    return max(price.queue_s, fetch_s) + rest_s, max(fetch_s, MIN_FETCH_S)
+    return max(price.queue_s, fetch_s) + rest_s, fetch_s
 
 
 class Choice(NamedTuple):
@@ -323,4 +328,7 @@ def _reason(wanted: Wanted, best: Standing, nodes: list[Standing]) -> DecodeReas
     longest = max(hit_of(node.name, 0) for node in nodes) if wanted.known_hits else 0
     if not longest:
         return "least_loaded"
-    return "prefix" if hit_of(best.name) == longest else "spilled"
+    if hit_of(best.name) == longest:
+        return "prefix"
+    loads = [node.load for node in nodes if hit_of(node.name) == longest]
+    return "spilled" if all(load.num_active or load.queue_tokens for load in loads) else "sooner"

@@ -6,6 +6,7 @@ import pytest
 
 from prfaas.scheduler.heartbeat import LinkReport
 from prfaas.scheduler.options import SchedulerOptions
+from prfaas.scheduler.placing import TRANSFER_S
 from prfaas.scheduler.policies import POLICIES
 from tests.scheduler.fleets import TOKEN_BYTES, beat, fleet_of, placed, prefill_beat, want
 
@@ -193,7 +194,9 @@ def test_a_prefix_of_the_cluster_is_fetched_where_that_is_sooner():
     fleet = fleet_of(busy, beat("b:1"), beat("c:1", cluster="west"))
     answer = placed(fleet, "r", want(SHORT, hits={"a:1": 1984}))
     assert (answer.decode_at, answer.prefix_from, answer.prefix_tokens) == ("b:1", "a:1", 1984)
-    assert answer.predicted_ttft_s == pytest.approx(1984 * TOKEN_BYTES / 125e6 + 16 / 10_000)
+    assert answer.predicted_ttft_s == pytest.approx(
+        TRANSFER_S + 1984 * TOKEN_BYTES / 125e6 + 16 / 10_000
+    )
 
 
 def test_a_prefix_is_not_fetched_over_a_link_that_takes_longer_than_its_prefill():
@@ -214,9 +217,8 @@ def test_another_clusters_prefix_is_fetched_where_bandwidth_is_plentiful(holder,
     assert answer.decode_at == "a:1"
     assert answer.prefix_from == (source and holder)
     if source:
-        assert answer.predicted_ttft_s == pytest.approx(
-            16 / 10_000 + 1984 * TOKEN_BYTES / 1e9 + 0.01
-        )
+        sent_s = TRANSFER_S + 1984 * TOKEN_BYTES / 1e9 + 0.01
+        assert answer.predicted_ttft_s == pytest.approx(16 / 10_000 + sent_s)
 
 
 def test_a_spent_budget_keeps_prefixes_of_other_clusters_away():

@@ -88,6 +88,21 @@ def test_spilled_requests_fetch_the_prefix_from_the_node_that_has_it():
     assert {each.decode_reason for each in spilled} == {"spilled"}
 
 
+def test_an_idle_node_with_nearly_all_of_a_prompt_is_not_left_for_a_transfer():
+    unknown = {"prefill_tokens_per_s": None}
+    remote = prefill_beat("p:1", prefill_tokens_per_s=50_000.0)
+    fleet = fleet_of(beat("a:1", **unknown), beat("b:1", **unknown), remote)
+    hits = {"b:1": 4992, "p:1": 4992}
+    answer = placed(fleet, "r", want(5000, hits=hits))
+    assert (answer.decode_at, answer.decode_reason, answer.prefill_at) == ("b:1", "prefix", None)
+
+
+def test_an_idle_node_with_a_prefix_may_still_be_the_slower_one():
+    slow, fast = beat("a:1", prefill_tokens_per_s=100.0), beat("b:1")
+    answer = placed(fleet_of(slow, fast), "r", want(4000, hits={"a:1": 2048}))
+    assert (answer.decode_at, answer.decode_reason) == ("b:1", "sooner")
+
+
 @pytest.mark.parametrize("outcome", ["completed", "cancelled", "refused", "failed"])
 @pytest.mark.parametrize("has_first_token", [False, True])
 @pytest.mark.parametrize("num_tokens", [100, 50_000])

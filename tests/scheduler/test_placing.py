@@ -12,6 +12,7 @@ from prfaas.scheduler.placing import (
     ALIKE_S,
     MAX_TOKENS_AT_DECODER,
     MIN_FETCH_GAIN_S,
+    TRANSFER_S,
     Choice,
     Elsewhere,
     Source,
@@ -87,7 +88,9 @@ def test_the_choice_has_the_least_cost_and_of_those_alike_the_longest_hit(
     [
         (0, 0, 0.4, 0.0),
         (0, 3000, 0.1, 0.0),
-        (3000, 0, 0.1 + 3000 * 1000 * BYTE_S, 3000 * 1000 * BYTE_S),
+        (3000, 0, 0.1 + TRANSFER_S + 0.03, TRANSFER_S + 0.03),
+        (1000, 0, 0.4 - 0.1 + TRANSFER_S + 0.01, TRANSFER_S + 0.01),
+        (500, 0, 0.4, 0.0),
         (3000, 3000, 0.1, 0.0),
         (3000, 3500, 0.05, 0.0),
         (100, 0, 0.4, 0.0),
@@ -113,7 +116,7 @@ def test_a_fetch_goes_on_while_the_prompt_waits_in_the_queue():
 def test_a_prefix_that_saves_next_to_nothing_is_left_where_it_is(gain_s):
     wanted = want(100_000, kv_bytes=lambda _, __: 0)
     price = Price(GUESS, 1e-6, 0.0, 0.0, 0.0)
-    _, fetch_s = local_s(wanted, 0, price, elsewhere(wanted, round(gain_s / 1e-6)))
+    _, fetch_s = local_s(wanted, 0, price, elsewhere(wanted, round((TRANSFER_S + gain_s) / 1e-6)))
     assert (fetch_s > 0) == (gain_s > MIN_FETCH_GAIN_S)
 
 
@@ -121,7 +124,7 @@ def test_a_prefix_that_saves_next_to_nothing_is_left_where_it_is(gain_s):
 def test_a_node_that_only_decodes_costs_what_its_pd_p_takes(num_tokens):
     wanted, node = want(num_tokens), standing(mode="decode", num_waiting_tokens=50_000)
     seconds = cost_s(wanted, node, 0, node.price(GUESS), elsewhere(wanted, 0, 3.0))
-    assert seconds == pytest.approx(3.0)
+    assert seconds == pytest.approx(3.0 + TRANSFER_S)
     idle = standing(mode="decode")
     seconds = cost_s(wanted, idle, 0, idle.price(GUESS), elsewhere(wanted, 0, 3.0))
     assert (seconds < 3.0) == (num_tokens <= MAX_TOKENS_AT_DECODER)
