@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
-from prfaas.config.simulation_table import SimulationOptions
+from prfaas.config.simulation_table import Rebalancing, SimulationOptions
 from prfaas.config.traces import TraceRequest
 from prfaas.scheduler.dispatch import Dispatcher
 from prfaas.scheduler.forecast import PrefillView, Profiles, Prompt, RemoteView
@@ -79,14 +79,16 @@ class Deployment:
             options=options,
             on_report=self._saw,
         )
-        self._dispatcher = Dispatcher(
-            self._made(policy, plan.threshold_tokens or 0.0),
-            self._profiles,
-            remotes=tuple(remote.view() for remote in self.remotes),
-            max_egress_fraction=options.max_egress_fraction,
-            moves_cache=options.moves_cache,
+        self._scheduling = Scheduling(
+            Dispatcher(
+                self._made(policy, plan.threshold_tokens or 0.0),
+                self._profiles,
+                remotes=tuple(remote.view() for remote in self.remotes),
+                max_egress_fraction=options.max_egress_fraction,
+                moves_cache=options.moves_cache,
+            ),
+            self.remotes,
         )
-        self._scheduling = Scheduling(self._dispatcher, self.remotes)
         self._held: HeldPrompts[Journey] = HeldPrompts(period_s=options.ttft_slo_s)
         self._is_releasing = False
         self._remote: dict[Journey, RemotePrefill] = {}
@@ -94,7 +96,7 @@ class Deployment:
             self.events,
             cache=self.cache,
             remotes=self.remotes,
-            dispatcher=self._dispatcher,
+            scheduling=self._scheduling,
             profiles=self._profiles,
             trip=self._trip,
             tally=self.tally,
@@ -107,18 +109,7 @@ class Deployment:
         self._rebalancer: Rebalancer | None = None
         self._conversions: Conversions | None = None
         if options.rebalance is not None:
-            self._rebalancer = Rebalancer(model, plan.kind, options.rebalance.options)
-            self._conversions = Conversions(
-                self.events,
-                self._rebalancer,
-                prefill=self.prefill,
-                decode=self.decode,
-                num_prfaas=plan.shape.num_prfaas,
-                period_s=options.rebalance.options.period_s,
-                conversion_s=options.rebalance.conversion_s,
-                is_over=lambda: self._is_over,
-                on_threshold=lambda t: self._dispatcher.follow(self._made(policy, t)),
-            )
+            self._convert(model, plan, policy, options.rebalance)
         self._failures = Failures(
             self.events,
             options.failures,
@@ -127,6 +118,23 @@ class Deployment:
             remotes=self.remotes,
             on_cluster_lost=self._cluster_lost,
             on_restored=self._release,
+        )
+
+    def _convert(
+        self, model: ThroughputModel, plan: Plan, policy: PolicyName, rebalance: Rebalancing
+    ) -> None:
+        """Let t and the local instances' roles follow the prompts."""
+        self._rebalancer = Rebalancer(model, plan.kind, rebalance.options)
+        self._conversions = Conversions(
+            self.events,
+            self._rebalancer,
+            prefill=self.prefill,
+            decode=self.decode,
+            num_prfaas=plan.shape.num_prfaas,
+            period_s=rebalance.options.period_s,
+            conversion_s=rebalance.conversion_s,
+            is_over=lambda: self._is_over,
+            on_threshold=lambda t: self._scheduling.follow(self._made(policy, t)),
         )
 
     def _made(self, policy: PolicyName, threshold_tokens: float) -> Policy:

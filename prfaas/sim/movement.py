@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from prfaas.config.traces import MOONCAKE_BLOCK_TOKENS
-from prfaas.scheduler.dispatch import Dispatcher
 from prfaas.scheduler.forecast import Profiles
 from prfaas.scheduler.monitor import Verdict
 from prfaas.scheduler.policies import Decision
@@ -16,6 +15,7 @@ from prfaas.sim.kv_link import KvLink
 from prfaas.sim.prefix_lru import PrefixLru
 from prfaas.sim.remote_cluster import RemoteCluster
 from prfaas.sim.round_trip import RoundTrip
+from prfaas.sim.scheduling import Scheduling
 from prfaas.sim.transfer import Transfer
 
 OnMoved = Callable[[Outcome], object]
@@ -113,7 +113,7 @@ class Movements:
         *,
         cache: PrefixLru,
         remotes: Sequence[RemoteCluster],
-        dispatcher: Dispatcher,
+        scheduling: Scheduling,
         profiles: Profiles,
         trip: RoundTrip,
         tally: Tally,
@@ -124,7 +124,7 @@ class Movements:
         self._events = events
         self._cache = cache
         self._remotes = remotes
-        self._dispatcher = dispatcher
+        self._scheduling = scheduling
         self._profiles = profiles
         self._trip = trip
         self._tally = tally
@@ -195,7 +195,7 @@ class Movements:
 
     def _out(self, journey: Journey, outcome: Outcome) -> None:
         move = self._moving.pop(journey)
-        self._dispatcher.moved(journey.prompt, move.decision, now_s=self._events.now_s)
+        self._scheduling.moved(journey.prompt, move.decision, self._events.now_s)
         if outcome == "completed":
             self._tally.num_moved += 1
             self._tally.moved_bytes += move.movement.num_bytes

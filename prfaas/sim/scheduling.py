@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from prfaas.scheduler.dispatch import Dispatcher
 from prfaas.scheduler.forecast import PrefillView, Prompt, RemoteView
-from prfaas.scheduler.policies import Decision
+from prfaas.scheduler.policies import Decision, Policy
 from prfaas.scheduler.router import Outcome
 from prfaas.sim.breakers import Breakers, Sent
 from prfaas.sim.remote_cluster import RemoteCluster, refreshed
@@ -54,6 +54,14 @@ class Scheduling:
         """Take note of what became of one; `here` are all that the cluster has, it among them."""
         self._breakers.ended(index, number, outcome, now_s, here)
         self._dispatcher.ended(index, prompt)
+
+    def moved(self, prompt: Prompt, decision: Decision, now_s: float) -> None:
+        """Take note that what moved before a prefill is there, or was given up."""
+        self._dispatcher.moved(prompt, decision, now_s=now_s)
+
+    def follow(self, policy: Policy) -> None:
+        """Decide by another policy from now on."""
+        self._dispatcher.follow(policy)
 
     def check(self, *, num_remote: int, num_moving_here: int) -> None:
         """Assert that what is in flight is what the dispatcher and the breakers count."""
