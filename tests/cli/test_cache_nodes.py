@@ -10,24 +10,29 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.node_processes import NodeProcess, free_port, run_to_its_end, running_node
+from tests.cli.dying_nodes import EARLY, LATE, answer, bits_of
+from tests.cli.node_processes import (
+    NodeProcess,
+    environment,
+    free_port,
+    run_to_its_end,
+    running_node,
+)
+from tests.server.cached_nodes import FAMILIES, node_on, store_of
 from tests.tiny_configs import Family
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
 
-FAMILIES: tuple[Family, ...] = ("kimi_linear", "qwen3_next", "minimax", "lfm2", "gemma3")
 BLOCK = 64
 CONTEXT = ("--max-context-tokens", "900")
 NAME = ("--served-model-name", "tiny")
-EARLY, LATE = (1, 64, 65, 200, 450), (300, 301, 620)
-"""Tokens of the prompts that a node has answered, and of those that it was at, when it was killed."""
 HELD_SAMPLES = (
     'prfaas_cache_pages{state="referenced"}',
     'prfaas_cache_pages{state="transfer"}',
@@ -82,11 +87,6 @@ def ask_or_lose(node: NodeProcess, tokens: Sequence[int]) -> Answer | None:
         return None
 
 
-def wait_for_writes(node: NodeProcess) -> None:
-    """Return once all that the node has published is on disk."""
-    node.wait(lambda: node.metric('prfaas_store_bytes{state="queued"}') == 0)
-
-
 def kill(node: NodeProcess) -> None:
     node.process.kill()
     node.process.wait()
@@ -101,66 +101,55 @@ def directory(tmp_path_factory) -> Path:
     return path
 
 
-@dataclass(frozen=True)
-class Restarted:
-    """A node that took over the cache of one that was killed, and what that had answered."""
-
-    node: NodeProcess
-    answered: dict[int, Answer] = field(default_factory=dict)
-
-
 @pytest.fixture(scope="module")
-def restarted(directory) -> Iterator[dict[Family, Restarted]]:
-    """One node of each family; all of them start at once."""
+def killed(directory) -> dict[Family, list[list[object]]]:
+    """What nodes of each family had answered when they were killed over other prompts."""
     rng = random.Random(20_260_415)
-    answered: dict[Family, dict[int, Answer]] = {}
-
-    def start(stack: ExitStack) -> dict[Family, NodeProcess]:
-        nodes = {}
-        for family in FAMILIES:
-            flags = (
-                "--model",
-                str(directory / family),
-                "--cache-dir",
-                str(directory / f"{family}.kv"),
-            )
-            nodes[family] = stack.enter_context(running_node(directory, *flags, *NAME, *CONTEXT))
-        for node in nodes.values():
-            node.wait_ready()
-        return nodes
-
-    with ExitStack() as stack, ThreadPoolExecutor(len(LATE)) as clients:
-        for family, node in start(stack).items():
-            answered[family] = {n: ask(node, prompt_of(n)) for n in EARLY}
-            assert not any(answer.cached_tokens for answer in answered[family].values())
-            wait_for_writes(node)
-            for n in LATE:
-                clients.submit(ask_or_lose, node, prompt_of(n))
-            time.sleep(rng.uniform(0.0, 0.6))
-            kill(node)
-    with ExitStack() as stack:
-        nodes = start(stack)
-        yield {family: Restarted(nodes[family], answered[family]) for family in FAMILIES}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.cli.dying_nodes", str(directory)],
+        stdout=subprocess.PIPE,
+        env=environment(directory / "models"),
+        cwd=Path(__file__).parents[2],
+    )
+    with child:
+        assert child.stdout is not None
+        try:
+            lines = (line for line in child.stdout if line.startswith(b"{"))  # others are its log
+            answered: dict[Family, list[list[object]]] = json.loads(next(lines, b"null"))
+            time.sleep(rng.uniform(0.0, 1.0))
+            assert child.poll() is None
+        finally:
+            child.kill()
+    return answered
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_after_kill_9_what_was_stored_is_hit_and_every_answer_is_the_cold_one(family, restarted):
-    node, answered = restarted[family].node, restarted[family].answered
-    for n in EARLY:
-        again = ask(node, prompt_of(n))
-        assert again.choice == answered[n].choice
-        assert again.cached_tokens == boundary(n)
-    tokens_from_disk = sum(boundary(n) for n in EARLY)
-    assert node.metric('prfaas_cache_hit_tokens_total{tier="disk"}') == tokens_from_disk
-    assert node.metric('prfaas_cache_hit_tokens_total{tier="ram"}') == 0
-    for n in LATE:
-        interrupted = ask(node, prompt_of(n))
-        cold = ask(node, prompt_of(n), salt="cold")
-        resent = ask(node, prompt_of(n))
-        assert interrupted.choice == cold.choice == resent.choice
-        assert (cold.cached_tokens, resent.cached_tokens) == (0, boundary(n))
-    assert node.metric('prfaas_store_records_total{event="damaged"}') == 0
-    at_rest(node)
+async def test_after_kill_9_what_was_stored_is_hit_and_every_answer_is_the_cold_one(
+    family, killed, directory
+):
+    async with node_on(directory / family, directory / f"{family}.kv") as node:
+        for n, before in zip(EARLY, killed[family], strict=True):
+            again = await answer(node, n)
+            assert bits_of(again) == before
+            assert again.reused == boundary(n)
+        lookups = node._cache.counts().lookups
+        assert lookups.num_disk_tokens == sum(boundary(n) for n in EARLY)
+        assert lookups.num_ram_tokens == 0
+        for n in LATE:
+            interrupted = await answer(node, n)
+            cold = await answer(node, n, salt=b"cold")
+            resent = await answer(node, n)
+            assert bits_of(interrupted) == bits_of(cold) == bits_of(resent)
+            assert (cold.reused, resent.reused) == (0, boundary(n))
+        assert store_of(node).stats().records.counts.num_damaged == 0
+
+
+@pytest.fixture(scope="module")
+def alone(directory) -> Iterator[NodeProcess]:
+    """A node without a cache on disk and without a peer."""
+    flags = ("--model", str(directory / "kimi_linear"))
+    with running_node(directory, *flags, *NAME, *CONTEXT) as node:
+        yield node
 
 
 def at_rest(node: NodeProcess) -> None:
@@ -230,8 +219,8 @@ def pair(directory) -> Iterator[Pair]:
             assert json.loads(done.stdout)["num_damaged"] == 0
 
 
-def test_a_pair_killed_at_random_answers_as_a_cold_node_alone_and_holds_nothing(pair, restarted):
-    alone = restarted["kimi_linear"].node
+def test_a_pair_killed_at_random_answers_as_a_cold_node_alone_and_holds_nothing(alone, pair):
+    alone.wait_ready()
     rng = random.Random(7)
     lengths = [rng.randrange(120, 700) for _ in range(9)]
     expected = {n: ask(alone, prompt_of(n), salt=f"pair {n}").choice for n in lengths}
