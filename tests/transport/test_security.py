@@ -6,7 +6,7 @@ import pytest
 
 from prfaas.errors import ConfigError
 from prfaas.transport.options import TransportOptions
-from prfaas.transport.security import asker_security, check_bind, peer_security
+from prfaas.transport.security import asker_security, check_bind, peer_security, peer_tls
 from tests.transport.certificates import Certificates
 
 
@@ -42,6 +42,15 @@ def test_an_authority_makes_a_peer_demand_certificates(tmp_path):
     assert asker is not None
     assert asker.check_hostname
     assert asker.verify_mode is ssl.CERT_REQUIRED
+
+
+def test_a_port_that_clients_come_to_demands_no_certificate(tmp_path):
+    made = Certificates(tmp_path)
+    cert, key = made.issue("node")
+    options = TransportOptions(tls_cert=cert, tls_key=key, tls_ca=made.authority)
+    open_to_all = peer_tls(options, demands_certificate=False)
+    assert open_to_all is not None
+    assert open_to_all.verify_mode == ssl.CERT_NONE
 
 
 def test_files_that_are_no_certificates_are_refused_by_name(tmp_path):
