@@ -9,7 +9,8 @@ import click
 
 from prfaas.config.load import load_config
 from prfaas.config.options import NodeConfig
-from prfaas.config.settings import SETTINGS, Setting
+from prfaas.config.setting import Setting
+from prfaas.config.settings import SETTINGS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

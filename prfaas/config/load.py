@@ -9,7 +9,8 @@ from typing import cast
 
 from prfaas.config.options import NodeConfig, Role
 from prfaas.config.rules import check_rules
-from prfaas.config.settings import ROLE_PORTS, SECTIONS, SETTINGS, Setting
+from prfaas.config.setting import SECTIONS, Setting
+from prfaas.config.settings import ROLE_PORTS, SETTINGS
 from prfaas.config.values import Value, read_value
 from prfaas.errors import ConfigError
 

@@ -1,7 +1,8 @@
 """A configuration as TOML that loads to the same configuration."""
 
 from prfaas.config.options import NodeConfig
-from prfaas.config.settings import SECTIONS, SETTINGS, Setting
+from prfaas.config.setting import SECTIONS, Setting
+from prfaas.config.settings import SETTINGS
 
 MASK = "********"
 

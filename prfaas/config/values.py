@@ -3,7 +3,7 @@
 import math
 import re
 
-from prfaas.config.settings import Kind, Setting
+from prfaas.config.setting import Kind, Setting
 from prfaas.errors import ConfigError
 
 Value = bool | int | float | str | None

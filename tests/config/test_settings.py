@@ -5,7 +5,8 @@ from dataclasses import fields
 import pytest
 
 from prfaas.config.options import NodeConfig
-from prfaas.config.settings import SECTIONS, SETTINGS, kind_of
+from prfaas.config.setting import SECTIONS, kind_of
+from prfaas.config.settings import SETTINGS
 
 
 def test_every_option_of_every_room_can_be_set_and_nothing_else():

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.config.settings import SETTINGS, Setting
+from prfaas.config.setting import Setting
+from prfaas.config.settings import SETTINGS
 from prfaas.config.values import parse_rate, parse_size, read_value
 from prfaas.errors import ConfigError
 
