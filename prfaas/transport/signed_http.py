@@ -131,7 +131,9 @@ class SignedHttp:
         headers = {"Content-Type": "application/json", **signature}
         with as_transfer_errors(self.address, self._tls_hint):
             async with asyncio.timeout(silence_s):
-                response = await self.http.post(path, data=body, headers=headers)
+                response = await self.http.post(
+                    path, data=body, headers=headers, allow_redirects=False
+                )
                 if response.status >= 300:
                     async with response:
                         raise refusal_of(response, await read_bounded(response), self.address)
@@ -148,11 +150,14 @@ class SignedHttp:
             return self.trust.session
 
     async def _renew(self, lost: Session | None, ours: Identity) -> None:
-        """Open another session than the one that the peer does not know, unless somebody has."""
+        """Open another session than the one that the peer does not know, unless somebody has.
+
+        Where somebody has tried and failed there is none: nothing is asked without one.
+        """
         if self._cluster_key is None:
             return
         async with self.trust.lock:
-            if self.trust.session is lost:
+            if self.trust.session is None or self.trust.session is lost:
                 await self._prove(self._cluster_key, ours)
 
     async def _prove(self, key: ClusterKey, ours: Identity) -> None:
@@ -171,7 +176,7 @@ class SignedHttp:
         with as_transfer_errors(self.address, self._tls_hint):
             async with (
                 asyncio.timeout(self._options.stall_timeout_s),
-                self.http.post(path, data=body, headers=headers) as response,
+                self.http.post(path, data=body, headers=headers, allow_redirects=False) as response,
             ):
                 self._tls_hint = ""
                 reply = await read_bounded(response)

@@ -11,7 +11,7 @@ from aiohttp import web
 from prfaas.errors import Overloaded, TransferError, TransferTimeout, UntrustedPeer
 from prfaas.transport.address import PeerAddress
 from prfaas.transport.answers import proven, read_body, refusal
-from prfaas.transport.auth import PeerSide
+from prfaas.transport.auth import AUTH_HEADER, PeerSide
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.gate import Gate
 from prfaas.transport.options import TransportOptions
@@ -25,6 +25,7 @@ from tests.transport.samples import IDENTITY
 KEY = ClusterKey(b"0123456789abcdef")
 OPTIONS = TransportOptions(connect_timeout_s=20.0, stall_timeout_s=20.0)
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Write = Callable[[web.StreamResponse, LineSigner], Awaitable[None]]
 
 
@@ -35,12 +36,28 @@ class Server:
         self.key = key
         self.write: Write | None = None
         self.num_asked = 0
+        self.num_forged = 0
+        self.is_taken_over = False
+        """Somebody without the key answers: no session is known or opened, what is not signed is answered."""
+        self.redirects_with: int | None = None
         self.forget()
 
     def forget(self) -> None:
         """Know no session any more, as after a start."""
         side = None if self.key is None else PeerSide(self.key, identity=IDENTITY, epoch="e" * 64)
         self.gate = Gate(side)
+
+    @web.middleware
+    async def taken_over(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self.redirects_with is not None:
+            return web.Response(status=self.redirects_with, headers={"Location": "/echo"})
+        if not self.is_taken_over:
+            return await handler(request)
+        if AUTH_HEADER in request.headers or request.path.startswith("/kv/v1/"):
+            await asyncio.sleep(0.02)  # until all have come
+            return web.Response(status=401 if AUTH_HEADER in request.headers else 500)
+        self.num_forged += 1
+        return web.Response(body=b"forged\n")
 
     async def hello(self, request: web.Request) -> web.Response:
         return await self.gate.hello(request)
@@ -82,7 +99,7 @@ async def connected(
         cert, cert_key = certificates.issue("node")
         options = replace(OPTIONS, tls_cert=cert, tls_key=cert_key, tls_ca=certificates.authority)
     server = Server(key)
-    app = web.Application()
+    app = web.Application(middlewares=[server.taken_over])
     app.add_routes(
         [
             web.post("/kv/v1/hello", server.hello),
@@ -116,6 +133,14 @@ async def read(http: SignedHttp, body: bytes = b"ask", silence_s: float = 20.0) 
         while (text := await lines.next()) is not None:
             got.append(text)
     return got
+
+
+async def failure_of(asked: Awaitable[object]) -> Exception | None:
+    try:
+        await asked
+    except TransferError as error:
+        return error
+    return None
 
 
 async def say_three(response: web.StreamResponse, signer: LineSigner) -> None:
@@ -152,6 +177,29 @@ async def test_a_peer_that_has_forgotten_the_session_gets_another():
         assert all(answer.result() == [b"one", b"two", b"three"] for answer in answers)
         assert http.trust.session is not first
         assert server.num_asked == 11  # nothing was done twice
+
+
+async def test_nothing_unproven_counts_while_no_session_can_be_opened():
+    async with connected() as (server, http):
+        await http.post("/echo", b"x", IDENTITY)
+        server.is_taken_over = True
+        async with asyncio.TaskGroup() as tasks:  # one renews and fails, the others come behind it
+            asked = [tasks.create_task(failure_of(http.post("/echo", b"x", IDENTITY)))]
+            asked += [tasks.create_task(failure_of(read(http))) for _ in range(3)]
+        assert all(isinstance(each.result(), TransferError) for each in asked)
+        assert server.num_forged == 0
+
+
+async def test_a_request_is_sent_nowhere_else_because_an_answer_says_so():
+    async with connected() as (server, http):
+        await http.post("/echo", b"x", IDENTITY)
+        for status in (302, 307, 308):
+            server.redirects_with = status
+            with pytest.raises(TransferError, match=f"status {status}"):
+                await http.post("/echo", b"x", IDENTITY)
+            with pytest.raises(TransferError, match=f"status {status}"):
+                await read(http)
+        assert server.num_asked == 1
 
 
 async def test_an_answer_that_breaks_falls_silent_or_is_forged_is_an_error():
