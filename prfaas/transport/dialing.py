@@ -13,8 +13,9 @@ from typing import Any
 
 from prfaas.errors import ProtocolError, TransferError
 from prfaas.transport.address import PeerAddress
-from prfaas.transport.ports import SocketPort, StreamPort, TransportPort
+from prfaas.transport.ports import SocketPort, StreamPort
 from prfaas.transport.tcpinfo import set_congestion
+from prfaas.transport.transport_port import TransportPort
 
 UPGRADE = "prfaas-kv"
 MAX_HEAD_BYTES = 4096

@@ -1,20 +1,20 @@
 """The sending end of a raw stream: carries one transfer after the other to the asker at its other end."""
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 
 from prfaas.errors import ProtocolError, TransferError
+from prfaas.transport.accepting import UNSENT_BYTES, set_unsent
 from prfaas.transport.attach import Attach, parse_attach
 from prfaas.transport.coding import PageEncoder
 from prfaas.transport.decoder import FrameDecoder
-from prfaas.transport.dialing import UPGRADE, tune
+from prfaas.transport.dialing import UPGRADE
 from prfaas.transport.flow import EgressBudget
 from prfaas.transport.outgoing import OutgoingTransfer
 from prfaas.transport.pieces import PagePlace, Piece, SendingLane
-from prfaas.transport.ports import SocketPort, StreamPort, TransportPort
+from prfaas.transport.ports import StreamPort
 from prfaas.transport.seals import CHECKSUM, FrameSeal
-from prfaas.transport.tcpinfo import read_tcp_info, set_congestion, set_pacing_rate
+from prfaas.transport.tcpinfo import read_tcp_info
 from prfaas.transport.wire import (
     FROM_RECEIVER,
     DamagedFrame,
@@ -32,8 +32,6 @@ lost goes again whole, and an urgent frame waits behind it."""
 BATCH_PIECES = 64
 TURN_BYTES = 1 << 20
 """A stream whose socket takes everything gives the loop to others this often."""
-UNSENT_BYTES = 512 << 10
-"""What the kernel may hold unsent of one stream: work goes to the emptiest, and first tokens overtake."""
 UNSENT_S = 0.05
 """Over a slow link, what it carries in this time: a first token waits behind what is unsent."""
 MIN_UNSENT_BYTES = 64 << 10
@@ -57,47 +55,6 @@ FindTransfer = Callable[[Attach], Awaitable[OutgoingTransfer]]
 
 Raises TransferError, whose words are told to the asker.
 """
-
-
-def take_port(
-    transport: asyncio.Transport,
-    *,
-    congestion: str | None = None,
-    pacing_bytes_per_s: float | None = None,
-) -> StreamPort:
-    """Return the connection of an HTTP request as a port of our own.
-
-    Congestion control and pacing are set on it where they are named and the kernel has them.
-
-    The transport stops reading before the receiver hears that it may talk, or it would take the
-    receiver's first bytes. Without TLS we go on with a socket of our own, and the 101 through it: a
-    transport may hold it back (uvloop does, to the end of the loop's turn), and a frame would
-    overtake it.
-    """
-    if congestion is not None:
-        set_congestion(transport.get_extra_info("socket"), congestion)
-    if pacing_bytes_per_s is not None:
-        set_pacing_rate(transport.get_extra_info("socket"), pacing_bytes_per_s)
-    if transport.get_extra_info("sslcontext") is not None:
-        port = TransportPort(on_lost=transport.get_protocol())
-        port.take(transport)
-        set_unsent(port, UNSENT_BYTES)
-        return port
-    transport.pause_reading()
-    sock: socket.socket = transport.get_extra_info("socket").dup()
-    sock.setblocking(False)
-    tune(sock)
-    plain_port = SocketPort(sock)
-    set_unsent(plain_port, UNSENT_BYTES)
-    return plain_port
-
-
-def set_unsent(port: StreamPort, num_bytes: int) -> None:
-    """Let the kernel, where it can, and TLS each take no more of a stream while they hold so much unsent."""
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        port.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
-    if isinstance(port, TransportPort):
-        port.limit_unsent(num_bytes)
 
 
 async def outlive(transfer: OutgoingTransfer, lease_s: float) -> None:

@@ -25,6 +25,7 @@ from prfaas.errors import (
     TransferError,
     UntrustedPeer,
 )
+from prfaas.transport.accepting import take_port
 from prfaas.transport.answers import proven, read_body, refusal, refuse
 from prfaas.transport.attach import parse_attach
 from prfaas.transport.auth import Caller, PeerSide, is_same
@@ -54,7 +55,7 @@ from prfaas.transport.messages import (
 from prfaas.transport.outgoing import OutgoingTransfer
 from prfaas.transport.ports import StreamPort
 from prfaas.transport.seals import FrameSeal
-from prfaas.transport.sending import SendingStream, take_port
+from prfaas.transport.sending import SendingStream
 from prfaas.transport.stream_seals import StreamSeals, stream_seals
 from prfaas.transport.wire import FrameType, refuse_pages
 

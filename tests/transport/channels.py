@@ -23,11 +23,11 @@ from prfaas.transport.messages import (
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.outgoing import OutgoingTransfer
 from prfaas.transport.pieces import PagePlace
-from prfaas.transport.ports import SLICE_BYTES
 from prfaas.transport.pulling import Pulling
 from prfaas.transport.security import ChannelSecurity
 from prfaas.transport.sending import outlive
 from prfaas.transport.server import KvChannel
+from prfaas.transport.transport_port import SLICE_BYTES
 from prfaas.transport.wire import Frame, FrameHeader, FrameType
 from tests.accepting import accept_no_more
 from tests.transport.samples import ASKED, IDENTITY

@@ -10,17 +10,17 @@ import pytest
 import uvloop
 
 from prfaas.errors import TransferError, UntrustedPeer
+from prfaas.transport.accepting import UNSENT_BYTES
 from prfaas.transport.attach import Attach, encode_attach
 from prfaas.transport.auth import PeerSide
 from prfaas.transport.client import PeerClient
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.options import TransportOptions
-from prfaas.transport.ports import TransportPort
 from prfaas.transport.seals import CHECKSUM, MacSeal
 from prfaas.transport.security import ChannelSecurity, asker_security, peer_security
-from prfaas.transport.sending import UNSENT_BYTES
 from prfaas.transport.stream_seals import StreamSeals
 from prfaas.transport.tcpinfo import read_tcp_info
+from prfaas.transport.transport_port import TransportPort
 from prfaas.transport.wire import FrameType, encode_frame, refuse_pages
 from tests.transport.certificates import Certificates
 from tests.transport.channels import (
@@ -241,7 +241,8 @@ async def test_a_stream_over_tls_that_is_closed_can_still_be_asked_for_its_socke
 
 @pytest.mark.parametrize(("loop", "limit"), [("asyncio", 64 << 10), ("uvloop", UNSENT_BYTES)])
 def test_what_waits_unsent_for_a_reader_over_tls_is_bounded(files, monkeypatch, loop, limit):
-    monkeypatch.setattr("prfaas.transport.sending.UNSENT_BYTES", limit)
+    for module in ("accepting", "sending"):
+        monkeypatch.setattr(f"prfaas.transport.{module}.UNSENT_BYTES", limit)
     page_bytes, num_pages = 1 << 20, 60
 
     async def run() -> None:

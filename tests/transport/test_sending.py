@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from prfaas.transport import sending
+from prfaas.transport.accepting import UNSENT_BYTES
 from prfaas.transport.attach import Attach, encode_attach
 from prfaas.transport.flow import EgressBudget
 from prfaas.transport.outgoing import OutgoingTransfer
 from prfaas.transport.ports import SocketPort
 from prfaas.transport.seals import CHECKSUM_BYTES
-from prfaas.transport.sending import MIN_UNSENT_BYTES, RUN_S, UNSENT_BYTES, UNSENT_S, SendingStream
+from prfaas.transport.sending import MIN_UNSENT_BYTES, RUN_S, UNSENT_S, SendingStream
 from prfaas.transport.tcpinfo import TcpInfo, parse_tcp_info
 from prfaas.transport.wire import MAX_RUN_PAGES, FrameType, encode_frame
 from tests.frame_scanner import FrameScanner
