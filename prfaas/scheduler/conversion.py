@@ -21,6 +21,8 @@ from prfaas.scheduler.standing import Standing
 from prfaas.scheduler.throughput import Shape, ThroughputModel
 
 MAX_CONVERSION_S = 120.0
+JOINING_S = 15.0
+"""A cluster that has never had a decoder may be one whose decoders are still starting."""
 """A node that has not taken its mode after so long is not waited for."""
 LONG_TOKENS = 65_536
 """Between the bytes of one token and of so many S_kv is taken to be straight."""
@@ -107,6 +109,8 @@ class Converter:
         self._kind: Kind = "homogeneous"
         self._looked_s: float | None = None
         self._under_way: tuple[Conversion, float] | None = None
+        self._without_s: float | None = None
+        """Since when no decoder lives."""
         self.threshold_tokens: float | None = None
         """t as last solved for; None until enough was seen."""
         self._prompts: deque[tuple[int, int]] = deque(maxlen=options.num_prompts)
@@ -130,10 +134,27 @@ class Converter:
         """
         if self._is_waiting(nodes, now_s):
             return None
-        change = _rescue(nodes, now_s) or self._rebalance(nodes, observed, now_s)
+        change = self._rescue(nodes, now_s) or self._rebalance(nodes, observed, now_s)
         if change is not None:
             self._under_way = change, now_s
         return change
+
+    def _rescue(self, nodes: Sequence[Standing], now_s: float) -> Conversion | None:
+        """Return the change that a cluster without any decoder needs, if it has a node for it.
+
+        One that drains, loads, is suspected or has no room will be back, or is replaced by whoever drains it;
+        only dead ones are given up, and those that have not come for JOINING_S.
+        """
+        decoders = [node for node in nodes if node.can_decode]
+        if any(node.state(now_s) != "dead" for node in decoders):
+            self._without_s = None
+            return None
+        if self._without_s is None:
+            self._without_s = now_s
+        if not decoders and now_s - self._without_s < JOINING_S:
+            return None
+        able = [node for node in nodes if node.can_prefill and node.refusal(now_s) is None]
+        return Conversion(_least(able), "decode") if able else None
 
     def _is_waiting(self, nodes: Sequence[Standing], now_s: float) -> bool:
         if self._under_way is None:
@@ -193,18 +214,6 @@ def _least(nodes: Sequence[Standing]) -> str:
     return min(
         nodes, key=lambda node: (node.load.num_active, node.load.queue_tokens, node.name)
     ).name
-
-
-def _rescue(nodes: Sequence[Standing], now_s: float) -> Conversion | None:
-    """Return the change that a cluster without any decoder needs, if it has a node for it.
-
-    One that drains, loads, is suspected or has no room will be back, or is replaced by whoever drains it;
-    only dead ones are given up.
-    """
-    if any(node.can_decode and node.state(now_s) != "dead" for node in nodes):
-        return None
-    able = [node for node in nodes if node.can_prefill and node.refusal(now_s) is None]
-    return Conversion(_least(able), "decode") if able else None
 
 
 def _model(observed: Observed) -> ThroughputModel | None:

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.scheduler.conversion import MAX_CONVERSION_S, Conversion, Converter, Observed
+from prfaas.scheduler.conversion import (
+    JOINING_S,
+    MAX_CONVERSION_S,
+    Conversion,
+    Converter,
+    Observed,
+)
 from prfaas.scheduler.heartbeat import LinkReport, Mode
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.scheduler.rebalancer import RebalanceOptions
@@ -172,6 +178,15 @@ def test_the_node_with_the_least_to_finish_is_converted():
     assert [change for _, change in cluster.changes] == [Conversion("n2:1", "prefill")]
 
 
+def test_decoders_that_are_still_starting_are_waited_for_and_those_that_never_come_are_not():
+    cluster = Cluster("pp")
+    for second in range(int(JOINING_S)):
+        cluster.look(float(second))
+    assert cluster.changes == []
+    cluster.look(JOINING_S)
+    assert cluster.changes == [(JOINING_S, Conversion("n0:1", "decode"))]
+
+
 def test_a_cluster_whose_decoders_are_dead_gets_another_one_at_once():
     fleet = fleet_of(
         beat("a:1", mode="prefill"), beat("b:1", mode="prefill"), beat("d:1", mode="decode")
@@ -257,10 +272,11 @@ def test_a_cluster_that_can_decode_always_can(modes, seed, script):
     for tokens, outputs, wait_s in script:
         cluster.saw(4, tokens, outputs)
         cluster.look(now_s, obeys=random.random() < 0.7)
-        now_s += wait_s
+        looked_s, now_s = now_s, now_s + wait_s
         can = any(node.can_decode for node in cluster.nodes.values())
         assert can or not could
-        assert can or any(node.wanted_mode == "decode" for node in cluster.nodes.values())
+        is_wanted = any(node.wanted_mode == "decode" for node in cluster.nodes.values())
+        assert can or is_wanted or looked_s < JOINING_S
         could = can
         for node in cluster.nodes.values():
             node.check()
