@@ -14,6 +14,7 @@ from prfaas.cache.layout_json import encode_layout, parse_layout
 from prfaas.cache.spec import CacheLayout
 from prfaas.errors import ProtocolError
 from prfaas.scheduler.heartbeat import Heartbeat, LinkReport, Mode, NodeRole
+from prfaas.transport.address import parse_address
 from prfaas.transport.fields import (
     MAX_TOKEN_ID,
     binary_of,
@@ -152,7 +153,7 @@ def parse_leave(data: bytes) -> tuple[str, int]:
 
 def _parse_beat(value: dict[str, Any]) -> Heartbeat:
     return Heartbeat(
-        node=node_of(value, "node"),
+        node=_address_of(value, "node"),
         role=one_of(value, "role", get_args(NodeRole)),
         cluster=node_of(value, "cluster"),
         mode=one_of(value, "mode", get_args(Mode)),
@@ -170,6 +171,16 @@ def _parse_beat(value: dict[str, Any]) -> Heartbeat:
         links=_mapping_of(value, "links", _parse_link),
         peers_usable=_mapping_of(value, "peers_usable", _parse_flag),
     )
+
+
+def _address_of(value: dict[str, Any], name: str) -> str:
+    """Return the field, a name at which the scheduler and other nodes can try to reach a node."""
+    text = node_of(value, name)
+    try:
+        parse_address(text)
+    except ValueError as error:
+        raise ProtocolError(f"field {name} names no host and port") from error
+    return text
 
 
 def one_of(value: dict[str, Any], name: str, names: tuple[Name, ...]) -> Name:

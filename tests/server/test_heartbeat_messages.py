@@ -28,11 +28,12 @@ from tests.server.scripted_engine import HYBRID
 keys = st.lists(st.binary(min_size=32, max_size=32), max_size=3).map(tuple)
 rates = st.none() | st.floats(0, 1e12)
 names = st.text("abc.:019", min_size=1, max_size=20)
+addresses = st.builds("{}:{}".format, st.sampled_from(["a", "b.c", "[::1]"]), st.integers(1, 65535))
 messages = st.builds(
     HeartbeatMessage,
     heartbeat=st.builds(
         Heartbeat,
-        node=names,
+        node=addresses,
         role=st.sampled_from(["pd", "prefill"]),
         cluster=names,
         mode=st.sampled_from(["prefill", "decode", "both"]),
@@ -122,7 +123,7 @@ def _changed(data: bytes, path: tuple[str, ...], to: Any) -> bytes:
 @pytest.mark.parametrize(
     ("path", "to"),
     [
-        (("node",), ""), (("node",), 5), (("node",), "a\nb"), (("role",), "scheduler"), (("mode",), "all"),
+        (("node",), ""), (("node",), 5), (("node",), "a\nb"), (("node",), "[:]:1"), (("node",), "u@h:1"), (("role",), "scheduler"), (("mode",), "all"),
         (("epoch",), -1), (("epoch",), True), (("is_ready",), None), (("max_running",), 0),
         (("num_waiting_tokens",), 1.5), (("prefill_tokens_per_s",), -1), (("decode_step_s",), "x"),
         (("free_pages_fraction",), 1.1), (("links",), []), (("links", "a"), [1, 2]), (("links", "a"), [1, 2, -3]),

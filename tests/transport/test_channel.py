@@ -522,12 +522,20 @@ async def test_a_peer_that_is_not_there_is_a_transfer_error():
         await client.close()
 
 
-@pytest.mark.parametrize("text", ["", "host", ":80", "host:", "host:0", "host:65536", "host:x1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "host", ":80", "host:", "host:0", "host:65536", "host:x1", "host:9" * 3000, "[:]:1", "1:2:3:4", "u@h:1",
+        "h/x:1", "h ost:1", "a..b:1", "x" * 64 + ":1", "x." * 127 + ":1", "[fe80::1%a@b]:1", "h:\u0661",
+    ],
+)  # fmt: skip
 def test_an_address_without_host_or_port_is_refused(text):
     with pytest.raises(ValueError, match="not host:port"):
         parse_address(text)
 
 
-@pytest.mark.parametrize("text", ["127.0.0.1:8100", "node:1", "[::1]:65535"])
+@pytest.mark.parametrize(
+    "text", ["127.0.0.1:8100", "node:1", "[::1]:65535", "[fe80::1%eth0]:1", "a-b.c_d.:2"]
+)
 def test_an_address_round_trips(text):
     assert str(parse_address(text)) == text
