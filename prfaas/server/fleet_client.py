@@ -1,6 +1,9 @@
 """A node's way to its scheduler: heartbeats, signed if there is a cluster key."""
 
+import asyncio
+
 from prfaas.server.heartbeat_messages import (
+    INLINE_KEYS,
     HeartbeatMessage,
     HeartbeatReply,
     encode_heartbeat,
@@ -33,7 +36,10 @@ class FleetClient:
         Raises IncompatiblePeer for a node that computes something else than the fleet, UntrustedPeer
         if one of both has not proven that it has the cluster key, else TransferError.
         """
-        body = encode_heartbeat(message)
+        if message.num_keys <= INLINE_KEYS:
+            body = encode_heartbeat(message)
+        else:
+            body = await asyncio.to_thread(encode_heartbeat, message)
         return parse_reply(await self._http.post(HEARTBEAT_PATH, body, message.identity))
 
     async def leave(self, node: str, epoch: int, ours: Identity) -> None:

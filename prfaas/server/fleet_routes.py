@@ -5,11 +5,19 @@ POST /fleet/v1/leave                nothing more is to be sent to it
 POST /kv/v1/hello, /kv/v1/session   prove that we both have the cluster key (see transport.auth)
 """
 
+import asyncio
+
 from aiohttp import web
 
 from prfaas.errors import IncompatiblePeer, Overloaded, ProtocolError, UntrustedPeer
 from prfaas.server.fleet_driver import FleetDriver
-from prfaas.server.heartbeat_messages import encode_reply, parse_heartbeat, parse_leave
+from prfaas.server.heartbeat_messages import (
+    INLINE_BYTES,
+    HeartbeatMessage,
+    encode_reply,
+    parse_heartbeat,
+    parse_leave,
+)
 from prfaas.transport.answers import proven, read_body, refusal
 from prfaas.transport.fleet_messages import HEARTBEAT_PATH, LEAVE_PATH
 from prfaas.transport.gate import Gate
@@ -35,7 +43,7 @@ class FleetRoutes:
         try:
             body = await read_body(request)
             caller = self._gate.caller(request, body)
-            reply = await self._driver.heard(parse_heartbeat(body))
+            reply = await self._driver.heard(await _parsed(body))
         except (IncompatiblePeer, Overloaded, ProtocolError, TimeoutError, UntrustedPeer) as error:
             return refusal(error)
         return proven(200, encode_reply(reply), caller)
@@ -49,3 +57,10 @@ class FleetRoutes:
         except (ProtocolError, TimeoutError, UntrustedPeer) as error:
             return refusal(error)
         return proven(200, b"{}", caller)
+
+
+async def _parsed(body: bytes) -> HeartbeatMessage:
+    """Return the heartbeat in a body; that of a large cache is read beside the loop."""
+    if len(body) <= INLINE_BYTES:
+        return parse_heartbeat(body)
+    return await asyncio.to_thread(parse_heartbeat, body)

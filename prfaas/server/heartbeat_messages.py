@@ -32,6 +32,9 @@ from prfaas.transport.handshake import Identity, parse_identity
 KEY_BYTES = 32
 MAX_MESSAGE_KEYS = 1 << 18
 """Keys, and as many places, in one message: 16 million tokens in blocks of 64."""
+INLINE_KEYS = 4096
+"""So many are encoded or read in some milliseconds; a message of more in a thread, beside the loop."""
+INLINE_BYTES = INLINE_KEYS * KEY_BYTES * 3 // 2
 MAX_LINKS = 1024
 MAX_PERIOD_S = 60.0
 
@@ -51,6 +54,16 @@ class HeartbeatMessage:
     """Since the message before; None if there were none, or a snapshot says it all."""
     snapshot: CacheSnapshot | None = None
     """If the scheduler has asked for one."""
+
+    @property
+    def num_keys(self) -> int:
+        """Return how many keys and places it names."""
+        changes, snapshot = self.changes, self.snapshot
+        of_snapshot = () if snapshot is None else (snapshot.keys, snapshot.places)
+        if changes is None:
+            return sum(map(len, of_snapshot))
+        added = (changes.added, changes.removed, changes.places_added, changes.places_removed)
+        return sum(map(len, (*of_snapshot, *added)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,20 +2,25 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import aiohttp
 import pytest
 
+from prfaas.cache.changes import CacheSnapshot, Changes
 from prfaas.clock import monotonic_s
 from prfaas.config.options import HttpOptions, ModelOptions, NodeConfig
 from prfaas.errors import TransferError, UntrustedPeer
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.scheduler.placing import Placement
+from prfaas.server import fleet_client, fleet_routes
 from prfaas.server.app import Face
 from prfaas.server.fleet_client import FleetClient
+from prfaas.server.heartbeat_messages import INLINE_KEYS
 from prfaas.server.lifecycle import Lifecycle
 from prfaas.server.listening import Listener, bind_socket
 from prfaas.server.metrics import Metrics
@@ -215,6 +220,35 @@ async def test_a_node_that_wants_proof_finds_a_scheduler_without_a_key():
                 await client.heartbeat(node.message())
         finally:
             await client.close()
+
+
+async def test_what_a_large_cache_says_is_written_and_read_beside_the_loop(monkeypatch):
+    threads: dict[str, list[bool]] = {"encode_heartbeat": [], "parse_heartbeat": []}
+
+    def watched(module: ModuleType, name: str) -> None:
+        work = getattr(module, name)
+
+        def seen(*args: object) -> object:
+            threads[name].append(threading.current_thread() is threading.main_thread())
+            return work(*args)
+
+        monkeypatch.setattr(module, name, seen)
+
+    watched(fleet_client, "encode_heartbeat")
+    watched(fleet_routes, "parse_heartbeat")
+    keys = tuple(4 * index.to_bytes(8, "big") for index in range(2 * INLINE_KEYS))
+    async with scheduler_face(1) as (face, (node,)):
+        client = FleetClient(face.address, PATIENT, ChannelSecurity(cluster_key=KEY))
+        try:
+            said = CacheSnapshot(epoch=1, sequence=0, keys=keys)
+            await client.heartbeat(replace(node.message(), snapshot=said))
+            assert face.node.driver.num_keys == len(keys)
+            more = Changes(epoch=1, sequence=1, removed=keys)
+            await client.heartbeat(replace(node.message(), changes=more))
+            assert face.node.driver.num_keys == 0
+        finally:
+            await client.close()
+    assert list(threads.values()) == [[True, False, False], [True, False, False]]
 
 
 async def test_a_heartbeat_that_makes_no_sense_is_refused_and_changes_nothing():
