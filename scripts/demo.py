@@ -13,7 +13,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from demo_nodes import (
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from scripts.demo_fleet import run_fleet
+from scripts.demo_nodes import (
     ENDING,
     HOST,
     DemoError,
@@ -27,9 +34,6 @@ from demo_nodes import (
     start,
     wait_ready,
 )
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 
 TEXTS = Path(__file__).parent / "texts"
 
@@ -55,6 +59,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Start a prefill node and a pd node here and send them a short and a long prompt.",
     )
     parser.add_argument("--once", action="store_true", help="exit after the two answers")
+    parser.add_argument(
+        "--fleet", action="store_true", help="show a scheduler with four nodes that replay profiles"
+    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--port", type=int, default=8000, help="of the pd node (8000)")
     parser.add_argument("--prefill-port", type=int, default=8100, help="of the prefill node (8100)")
@@ -65,14 +72,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Start both nodes, ask both questions, and serve on unless told `--once`."""
+    """Start both nodes, ask both questions, and serve on unless told `--once`; or show a fleet."""
+    if options.fleet:
+        run_fleet(options)
+        return
     if shutil.which("curl") is None:
         raise DemoError("needs curl, which sends the prompts")
     for port, flag in ((options.port, "--port"), (options.prefill_port, "--prefill-port")):
         check_free(port, flag)
     fetch_model(options.model)
     with nodes(options) as (prefill, pd):
-        wait_ready((prefill, pd))
+        wait_ready((prefill, pd), needs_peers=True)
         model = served_model(pd)
         requests = [ask(pd, model, name, messages) for name, messages in conversations()]
         results.print(f"\nTry it:\n{curl_line(pd, model)}", soft_wrap=True)

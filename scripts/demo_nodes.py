@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -53,18 +54,20 @@ class NodeProcess:
                 + "\n".join(lines)
             )
 
-    def readiness(self) -> tuple[bool, str]:
-        """Return whether the node takes requests, and what it is at if not."""
+    def readiness(self, *, needs_peers: bool) -> tuple[bool, str]:
+        """Return whether the node takes requests, with peers to send them to, and what it is at if not."""
         try:
             with urllib.request.urlopen(f"{self.url}/ready", timeout=5):  # noqa: S310 - our own node
                 pass
+            if not needs_peers:
+                return True, "ready"
             with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:  # noqa: S310
                 has_peers = PEER_NOT_USABLE.search(answer.read()) is None
             return has_peers, "ready" if has_peers else "waiting for its peer"
         except urllib.error.HTTPError as error:
             with error:
                 return False, reason_in(error.read())
-        except OSError:
+        except (OSError, HTTPException):
             return False, "starting"
 
 
@@ -170,14 +173,14 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def wait_ready(waiting: Sequence[NodeProcess]) -> None:
+def wait_ready(waiting: Sequence[NodeProcess], *, needs_peers: bool) -> None:
     """Return once every node takes requests, showing what each is at."""
     deadline_s = time.perf_counter() + READY_TIMEOUT_S
     with notes.status("starting") as status:
         while True:
             for node in waiting:
                 node.check_running()
-            states = {node.name: node.readiness() for node in waiting}
+            states = {node.name: node.readiness(needs_peers=needs_peers) for node in waiting}
             status.update(", ".join(f"{name}: {reason}" for name, (_, reason) in states.items()))
             if all(is_ready for is_ready, _ in states.values()):
                 return

@@ -2,11 +2,13 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,38 @@ def test_once_with_json_ends_with_both_stories(directory):
         assert parts == story["prompt_tokens"]
     assert f"{long['tokens_remote']:,} computed by the peer" in output
     assert "curl http://127.0.0.1:" in output
+
+
+@pytest.mark.slow
+def test_a_fleet_routes_fails_over_without_another_text_and_converts(directory):
+    process = demo(directory, "--fleet", "--once", "--json", port=free_ports(5))
+    output, errors = process.communicate(timeout=HANG_GUARD_S)
+    assert process.returncode == 0, errors
+    facts = json.loads(output.splitlines()[-1])
+    assert len(facts["routing"]["spread"]) == 2
+    assert facts["routing"]["long"]["tokens_remote"] == 24_000
+    assert facts["routing"]["again"]["tokens_reused"] >= 23_936
+    assert facts["failover"]["is_equal"]
+    assert facts["failover"]["node"] != facts["failover"]["killed"]
+    (mode,) = facts["converting"]["converted"].values()
+    assert mode in {"prefill", "decode"}
+
+
+def free_ports(count: int) -> int:
+    """Return the first of so many ports in a row that nobody listens on now.
+
+    They are below those that the system gives to clients: one that asks again and again whether a port is
+    open would meet itself there.
+    """
+    while True:
+        first = random.randrange(20_000, 30_000)
+        with ExitStack() as taken:
+            try:
+                for port in range(first, first + count):
+                    taken.enter_context(socket.create_server(("127.0.0.1", port)))
+            except (OSError, OverflowError):
+                continue
+            return first
 
 
 @pytest.mark.slow
