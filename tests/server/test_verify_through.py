@@ -25,13 +25,13 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_tiny_model(place / f"tiny{seed}", "gemma3", seed=seed) for seed in (0, 1)]
 
 
-def config_of(model_dir: Path) -> NodeConfig:
+def config_of(model_dir: Path, context_tokens: int = CONTEXT_TOKENS) -> NodeConfig:
     return NodeConfig(
         role="pd",
         model=ModelOptions(model=str(model_dir), served_model_name="tiny"),
         http=HttpOptions(port=0),
         engine=EngineOptions(
-            dtype="float32", threads=1, chunk_tokens=64, max_context_tokens=CONTEXT_TOKENS
+            dtype="float32", threads=1, chunk_tokens=64, max_context_tokens=context_tokens
         ),
         cache=CacheOptions(ram_bytes=16 << 20, block_tokens=16),
     )
@@ -52,9 +52,9 @@ async def test_a_server_of_the_same_model_answers_alike_cold_and_from_its_cache(
 
 
 async def test_a_server_of_other_weights_is_found_out(model_dirs):
-    async with node_running(config_of(model_dirs[1])) as face:
+    async with node_running(config_of(model_dirs[1], 60)) as face:
         report = await run_verify_through(
-            config_of(model_dirs[0]), f"http://127.0.0.1:{face.port}", progress=no_progress
+            config_of(model_dirs[0], 60), f"http://127.0.0.1:{face.port}", progress=no_progress
         )
     assert not report.has_passed
     assert all(case.difference is not None for case in report.cases if not case.is_equal)
