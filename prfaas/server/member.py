@@ -33,7 +33,8 @@ FIRST_BEAT_S = 0.1
 HURRY_S = 0.02
 """Until the next message where a scheduler waits for more: a snapshot, or changes beyond one message."""
 FIRST_BACKOFF_S = 0.25
-MAX_BACKOFF_S = 5.0
+MAX_BACKOFF_S = 1.0
+"""A scheduler that is back hears of its fleet as soon as if it had never been away."""
 REFUSED_S = 10.0
 """Between two tries of a node that does not belong to the fleet."""
 LEAVE_TIMEOUT_S = 2.0

@@ -205,6 +205,7 @@ class Relay:
         if said is None:
             raise TransferError(f"node {node} has left")
         http = self._links.to(node)
+        self._open -= self._generation.stopped_choices  # while there was no node to tell it to
         asked = GenerateRequest(
             identity=said.identity,
             request=self._request,
@@ -227,6 +228,8 @@ class Relay:
             max_line_bytes=MAX_LINE_BYTES,
         ) as lines:
             self._generation.on_stop_choice = lambda choice: self._stop(node, choice)
+            for choice in self._open & self._generation.stopped_choices:  # while the node was asked
+                self._stop(node, choice)
             while (text := await lines.next()) is not None:
                 if self._take(parse_line(text, self._request), said.identity.numerics_fingerprint):
                     return

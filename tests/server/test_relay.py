@@ -251,6 +251,31 @@ async def test_a_choice_that_has_ended_is_not_continued_elsewhere():
         assert [asked.ended_choices for asked in other.asked] == [(0,)]
 
 
+async def test_a_choice_that_is_stopped_between_two_nodes_ends_at_the_second():
+    async with scripted_fleet(2) as fleet:
+        asked = request(num_choices=2, max_tokens=MAX_TOKENS)
+        failing = await first_asked(fleet, asked)
+        (other,) = (node for node in fleet.nodes if node is not failing)
+        failing.die_at, other.is_deaf, other.hold_at = 2, True, 3
+        tokens: list[list[int]] = [[], []]
+        async with fleet.scheduler.generate(asked) as generation, asyncio.TaskGroup() as tasks:
+
+            async def stop() -> None:
+                await until(lambda: bool(other.asked))
+                generation.stop_choice(0)
+                other.is_deaf = False
+                other.release.set()
+                other.release = asyncio.Event()
+                await until(lambda: bool(other.stopped))
+                other.release.set()
+
+            tasks.create_task(stop())
+            async for event in generation:
+                tokens[event.choice_index].append(event.token_id)
+        assert tokens == [expected(asked)[0][:2], expected(asked)[1]]
+        assert [stop.choice_index for stop in other.stopped] == [0]
+
+
 async def test_a_burst_is_spread_over_the_nodes_at_once():
     async with scripted_fleet(2) as fleet:
         for node in fleet.nodes:
