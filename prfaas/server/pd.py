@@ -1,14 +1,14 @@
 """The pd role: short prompts are prefilled here, long ones by a peer; decoding is always here.
 
-In a fleet it also serves its peers as a prefill node does, and its mode says which of both it does. No request fails because a peer or a link did, and a token that the client has got is continued,
-never drawn again.
+In a fleet it also serves its peers as a prefill node does, and its mode says which of both it does. No
+request fails because a peer or a link did, and a token that the client has got is continued, never drawn again.
 """
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -27,9 +27,9 @@ from prfaas.scheduler.profile import Prior
 from prfaas.scheduler.router import Router
 from prfaas.server.adapting import Adapting
 from prfaas.server.directions import Directions
+from prfaas.server.driver_parts import make_driver
 from prfaas.server.engine_thread import EngineThread, StepEngine
 from prfaas.server.explaining import RouteExplanation
-from prfaas.server.filling import PromptFiller
 from prfaas.server.fleet_view import RoutingView
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.member import Member, member_of
@@ -37,15 +37,9 @@ from prfaas.server.node import NodeLoad, Progress
 from prfaas.server.node_load import node_load
 from prfaas.server.peer import Peer
 from prfaas.server.peers import Peers, parse_peers
-from prfaas.server.places import snapshot_interval
 from prfaas.server.prefill_service import PrefillService
-from prfaas.server.prefix_fetch import PrefixFetcher
 from prfaas.server.prefix_finder import PrefixFinder
-from prfaas.server.prefixes import PrefixLookup
 from prfaas.server.prior import expected_tokens_per_s, read_prior
-from prfaas.server.remote_prefill import RemotePrefiller
-from prfaas.server.request_driver import RequestDriver
-from prfaas.server.routing import PromptRouter
 from prfaas.server.transfer_metrics import TransferMetrics
 from prfaas.text.chat_template import ChatTemplate
 from prfaas.text.tokenizer import Tokenizer
@@ -56,6 +50,9 @@ from prfaas.transport.options import TransportOptions
 from prfaas.transport.security import ChannelSecurity, asker_security, check_bind
 from prfaas.transport.tcpinfo import check_congestion
 from prfaas.types import Request, RouteName
+
+if TYPE_CHECKING:
+    from prfaas.server.request_driver import RequestDriver
 
 CLEANUP_TIMEOUT_S = 5.0
 
@@ -254,53 +251,26 @@ class PdNode:
             spawn=self._spawn,
             security=self._security,
         )
-        self._driver = self._new_driver(self._peers)
+        self._driver = make_driver(
+            identity=self._identity,
+            layout=self._cache.layout,
+            options=self._options,
+            vocab_size=self._vocab_size,
+            max_context_tokens=self.max_context_tokens,
+            engine=self._engine,
+            finder=self._finder,
+            adapting=self._adapting,
+            peers=self._peers,
+            metrics=self._metrics,
+            clock=self._clock,
+            spawn=self._spawn,
+            router=self._router,
+            prior=self._prior,
+            address=self._address,
+        )
         self._background = [self._spawn(self._adapting.run())]
         if self.member is not None:
             self._background.append(self._spawn(self.member.run()))
-
-    def _new_driver(self, peers: Peers) -> RequestDriver:
-        layout, options = self._cache.layout, self._options
-        router = PromptRouter(
-            router=self._router,
-            engine=self._engine,
-            layout=layout,
-            clock=self._clock,
-            prior=self._prior,
-            snapshot_tokens=snapshot_interval(options.transfer_snapshot_tokens, layout),
-            adapting=self._adapting,
-        )
-        filler = PromptFiller(
-            lookup=PrefixLookup(self._finder, options.kv_codec),
-            router=router,
-            peers=peers,
-            prefiller=RemotePrefiller(
-                identity=self._identity,
-                layout=layout,
-                vocab_size=self._vocab_size,
-                options=options,
-                metrics=self._metrics,
-                clock=self._clock,
-                spawn=self._spawn,
-            ),
-            fetcher=PrefixFetcher(
-                identity=self._identity,
-                layout=layout,
-                options=options,
-                metrics=self._metrics,
-                clock=self._clock,
-                spawn=self._spawn,
-            ),
-            options=options,
-            address=self._address,
-        )
-        return RequestDriver(
-            engine=self._engine,
-            filler=filler,
-            router=router,
-            vocab_size=self._vocab_size,
-            max_context_tokens=self.max_context_tokens,
-        )
 
     def keep_peers(self, names: Iterable[str]) -> None:
         """Keep connections to these nodes, beside those that it was given."""

@@ -22,7 +22,7 @@ CONTEXT_TOKENS = 300
 def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     torch.set_num_threads(1)
     place = tmp_path_factory.mktemp("models")
-    return [write_tiny_model(place / f"tiny{seed}", "gemma3", seed=seed) for seed in (0, 1)]
+    return [write_tiny_model(place / f"tiny{seed}", "qwen3", seed=seed) for seed in (0, 1)]
 
 
 def config_of(model_dir: Path, context_tokens: int = CONTEXT_TOKENS) -> NodeConfig:
