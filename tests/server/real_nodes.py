@@ -56,6 +56,7 @@ def config(
     kv_codec: CodecName = "raw",
     streams: int = 4,
     transfer_snapshot_tokens: str = "auto",
+    stall_timeout_s: float = TRANSPORT.stall_timeout_s,
     cache_dir: Path | None = None,
 ) -> NodeConfig:
     return NodeConfig(
@@ -80,6 +81,7 @@ def config(
             kv_codec=kv_codec,
             streams=streams,
             transfer_snapshot_tokens=transfer_snapshot_tokens,
+            stall_timeout_s=stall_timeout_s,
         ),
     )
 

@@ -37,7 +37,7 @@ async def ask(
 async def test_cut_and_damaged_transfers_give_the_local_answer(tmp_path, monkeypatch):
     monkeypatch.setenv("PRFAAS_MODELS_DIR", str(tmp_path / "models"))
     model = write_tiny_model(tmp_path / "llama", "llama")
-    async with real_nodes(model, model) as nodes:
+    async with real_nodes(model, model, stall_timeout_s=4.0) as nodes:
         local, _ = await ask(nodes, "local", "local")
         whole, record = await ask(nodes, "whole", "remote")
         assert record.route == "remote"
