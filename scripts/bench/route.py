@@ -7,7 +7,8 @@
 A decision is the lookup of the longest prefix that each node has, and `Router.route` over all nodes; the
 keys of the prompt's blocks are given. Half of the prompts go on from a conversation that some node has,
 at a length drawn at random, the others share a system prompt that many nodes have; both end in
-blocks that nobody has.
+blocks that nobody has. `static` (of which `prompts` tells) sends every prompt to a peer; `predictive`, the default, compares the best one with this
+node, whose rate is known, too. What it decides differs, so do the times: a local route books nothing.
 """
 
 import argparse
@@ -32,6 +33,8 @@ PROMPTS = {"1K": 1_024, "27K": 27_648, "128K": 131_072}
 SYSTEM_BLOCKS = 32
 EVENT_KEYS = 256
 PLACE_EVERY = 16
+NUM_EVENTS = 1_000
+POLICIES = {"static": SchedulerOptions(threshold_tokens=0), "predictive": SchedulerOptions()}
 KV_BYTES_PER_TOKEN = 17_280
 
 
@@ -69,9 +72,28 @@ def filled(
     return chains
 
 
-def fleet(nodes: Sequence[str], random: Random) -> Router:
+def event_rates(directory: Directory, random: Random) -> dict[str, float]:
+    """Return keys per CPU second of events by which a new node gets blocks, and loses them again."""
+    events = [tuple(random.randbytes(32) for _ in range(EVENT_KEYS)) for _ in range(NUM_EVENTS)]
+    num_keys = NUM_EVENTS * EVENT_KEYS
+    begin = thread_time()
+    for index, keys in enumerate(events):
+        directory.apply(BlockEvent(node="new", epoch=1, sequence=index + 1, added=keys))
+    added = thread_time()
+    for index, keys in enumerate(events):
+        sequence = NUM_EVENTS + index + 1
+        directory.apply(BlockEvent(node="new", epoch=1, sequence=sequence, removed=keys))
+    removed = thread_time()
+    directory.forget("new")
+    return {
+        "added_keys_per_s": num_keys / (added - begin),
+        "removed_keys_per_s": num_keys / (removed - added),
+    }
+
+
+def fleet(nodes: Sequence[str], random: Random, options: SchedulerOptions) -> Router:
     """Return a router that has heard all nodes, each with its own queue."""
-    router = Router(peers=nodes, options=SchedulerOptions(threshold_tokens=0))
+    router = Router(peers=nodes, options=options)
     for node in nodes:
         rate = random.uniform(5_000, 20_000)
         queue = random.randrange(200_000)
@@ -119,7 +141,8 @@ def measured(
         totals.append(end - begin)
         cpus.append(end_cpu - begin_cpu)
         num_hits += route.peer in hits
-        router.ended(str(index), "completed", now_s=1.0)
+        if route.peer is not None:
+            router.ended(str(index), "completed", now_s=1.0)
     lookups.sort()
     totals.sort()
     cpus.sort()
@@ -157,30 +180,37 @@ def main() -> None:
     directory = Directory(block_tokens=BLOCK_TOKENS, has_places=given.places)
     deepest = max(PROMPTS.values()) // BLOCK_TOKENS
     chains = filled(directory, random, num_blocks=given.blocks, nodes=nodes, deepest=deepest)
-    router = fleet(nodes, random)
     gc.collect()
     gc.freeze()  # the chains are this script's; the directory itself is nothing that the collector walks
     report: dict[str, object] = {
         "blocks": directory.num_keys,
         "nodes": given.nodes,
         "bytes_per_block": (resident_bytes() - before) / directory.num_keys,
-        "prompts": {
+    }
+    for section, policy in (("prompts", "static"), ("predictive", "predictive")):
+        router = fleet(nodes, Random(given.seed), POLICIES[policy])
+        report[section] = {
             name: measured(
                 directory, router, chains, random, num_tokens=tokens, num_prompts=given.prompts
             )
             for name, tokens in PROMPTS.items()
-        },
-    }
+        }
+    report["events"] = event_rates(directory, random)
     if given.json:
         print(json.dumps(report, indent=2))
         return
     print(
         f"{directory.num_keys} blocks, {given.nodes} nodes, {report['bytes_per_block']:.0f} B each"
     )
-    prompts = report["prompts"]
-    assert isinstance(prompts, dict)
-    for name, row in prompts.items():
-        print(f"{name:>5}: " + "  ".join(f"{key} {value:.3g}" for key, value in row.items()))
+    for section in ("prompts", "predictive"):
+        rows = report[section]
+        assert isinstance(rows, dict)
+        for name, row in rows.items():
+            numbers = "  ".join(f"{key} {value:.3g}" for key, value in row.items())
+            print(f"{section:>10} {name:>5}: {numbers}")
+    events = report["events"]
+    assert isinstance(events, dict)
+    print("    events: " + "  ".join(f"{key} {value:.3g}" for key, value in events.items()))
 
 
 if __name__ == "__main__":

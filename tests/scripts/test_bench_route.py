@@ -16,7 +16,8 @@ def test_the_report_has_every_length_and_most_decisions_follow_a_hit(monkeypatch
     route.main()
     report = json.loads(capsys.readouterr().out)
     assert (report["blocks"], report["nodes"]) == (3000, 5)
-    assert set(report["prompts"]) == {"1K", "27K", "128K"}
-    for row in report["prompts"].values():
+    assert set(report["prompts"]) == set(report["predictive"]) == {"1K", "27K", "128K"}
+    for row in (*report["prompts"].values(), *report["predictive"].values()):
         assert 0 < row["lookup_p50_us"] <= row["p50_us"] <= row["p99_us"]
         assert row["hit_fraction"] > 0
+    assert min(report["events"].values()) > 0
