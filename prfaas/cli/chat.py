@@ -2,12 +2,14 @@
 
 import click
 
+from prfaas.cli.ranges import FiniteRange
+
 
 @click.command(short_help="Talk to a running node.")
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="A pd node.")
 @click.option("--system", metavar="TEXT", help="A system message that opens the conversation.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0, 2), default=0.7, show_default=True)
+@click.option("--temperature", type=FiniteRange(0, 2), default=0.7, show_default=True)
 def chat(url: str, system: str | None, max_tokens: int, temperature: float) -> None:
     """Talk to a running node; an empty line or Ctrl-D ends it.
 

@@ -13,6 +13,7 @@ import click
 from prfaas.cli.bench import LINK_SETTINGS
 from prfaas.cli.node_options import config_from, node_options
 from prfaas.cli.progress import Progress, shown_progress
+from prfaas.cli.ranges import FiniteRange
 from prfaas.cli.serve import limit_threads
 from prfaas.errors import ConfigError
 
@@ -54,7 +55,7 @@ LINK_SECONDS = 2.0
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0.1, max=86_400),
+    type=FiniteRange(min=0.1, max=86_400),
     default=60.0,
     show_default=True,
     help="For the engine, about: more time, longer prompts.",

@@ -80,6 +80,7 @@ def test_a_measured_file_feeds_plans_and_simulations(tmp_path, environment):
         (("--peer", "nowhere"), 2, "--peer: expected host:port"),
         (("--peer", "192.0.2.1:9"), 2, "--allow-plaintext"),
         (("--seconds", "0"), 2, "--seconds"),
+        (("--seconds", "nan"), 2, "nan is not a finite number"),
         (("--chunk-tokens", "100"), 2, "--chunk-tokens: 100 is no multiple of the block"),
     ],
 )
