@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal, NamedTuple
 
-from prfaas.scheduler.curves import LinearCurve, PolynomialCurve
 from prfaas.scheduler.forecast import (
     ClustersView,
     LinkView,
@@ -18,7 +17,6 @@ from prfaas.scheduler.forecast import (
     RemoteView,
 )
 from prfaas.scheduler.policies import PolicyName, Predictive, Threshold
-from prfaas.scheduler.profile import Profile
 from prfaas.scheduler.view import LocalView, PeerView, known_rate
 
 SideReason = Literal["short", "long", "earlier", "spares_others", "egress_budget"]
@@ -36,6 +34,40 @@ class Side(NamedTuple):
 
     is_remote: bool
     reason: SideReason
+
+
+class _Works(Profiles):
+    """What one prompt takes on both sides, worked out already; of other prompts it knows nothing.
+
+    There are no curves: a policy that asks for one, as to move a cached prefix, gets an AttributeError.
+    """
+
+    __slots__ = ("_local_s", "_num_bytes", "_remote_s")
+    _local_s: float
+    _remote_s: float
+    _num_bytes: int
+
+    def __init__(self, local_s: float, remote_s: float, num_bytes: int) -> None:
+        keep = object.__setattr__  # as the class above is frozen
+        keep(self, "_local_s", local_s)
+        keep(self, "_remote_s", remote_s)
+        keep(self, "_num_bytes", num_bytes)
+
+    def local_work_s(self, prompt: Prompt) -> float:
+        """Return the seconds of the local prefill."""
+        return self._local_s
+
+    def remote_work_s(self, prompt: Prompt, index: int) -> float:
+        """Return the seconds of the peer's prefill."""
+        return self._remote_s
+
+    def remote_works_s(self, prompt: Prompt, num_remotes: int) -> list[float]:
+        """Return the same for each peer, which is one."""
+        return [self._remote_s] * num_remotes
+
+    def kv_bytes(self, prompt: Prompt) -> float:
+        """Return the bytes that the peer would send."""
+        return self._num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,21 +129,11 @@ class Sides:
         local_rate = known_rate(self.local.prefill_tokens_per_s)
         assert local_rate is not None, "nothing to compare with"
         assert self.peer.token_s is not None, "nothing to compare"
-        kv_bytes = LinearCurve(
-            tokens=(float(self._num_tokens),), values=(float(max(self.num_kv_bytes, 1)),)
+        return _Works(
+            max(self.uncached_tokens, 1) / local_rate,
+            max(self.peer_tokens, 1) * self.peer.token_s,
+            self.num_kv_bytes,
         )
-        local, peer = (
-            Profile(
-                name=name,
-                hardware="as observed",
-                gpus_per_instance=1,
-                prefill_s=PolynomialCurve(coefficients=(0.0, token_s)),
-                prefill_provenance="measured",
-                kv_bytes=kv_bytes,
-            )
-            for name, token_s in (("local", 1 / local_rate), (self.peer.peer, self.peer.token_s))
-        )
-        return Profiles(local=local, remote=peer)
 
     def _view(self, now_s: float) -> ClustersView:
         local, peer = self.local, self.peer
