@@ -4,6 +4,8 @@ import math
 
 MEMORY_TOKENS = 4096
 """The average of prefills reaches back about this many tokens."""
+FIRST_TOKENS = 128
+"""A step of few takes what any step takes: before so many in all nothing is known of a prompt's pace."""
 MEMORY_STEPS = 32
 """That of decode steps about this many of them."""
 
@@ -13,15 +15,23 @@ class PrefillRate:
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
-        """0 before the first prefill."""
+        """0 before FIRST_TOKENS."""
+        self._num_tokens = 0
+        self._duration_s = 0.0
+        """Of those before."""
 
     def add(self, num_tokens: int, duration_s: float) -> None:
         """Take note of a step that prefilled `num_tokens`, whatever else it did."""
-        if num_tokens and duration_s > 0:
-            rate = num_tokens / duration_s
-            old_rate = self.tokens_per_s or rate
+        if not num_tokens or duration_s <= 0:
+            return
+        if self.tokens_per_s:
             weight = 1 - math.exp(-num_tokens / MEMORY_TOKENS)
-            self.tokens_per_s = old_rate + weight * (rate - old_rate)
+            self.tokens_per_s += weight * (num_tokens / duration_s - self.tokens_per_s)
+            return
+        self._num_tokens += num_tokens
+        self._duration_s += duration_s
+        if self._num_tokens >= FIRST_TOKENS:
+            self.tokens_per_s = self._num_tokens / self._duration_s
 
 
 class StepTimes:
@@ -42,12 +52,12 @@ class StepTimes:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """What a prompt gets; 0 before the first prefill."""
+        """What a prompt gets; 0 is unknown."""
         return self._offered.tokens_per_s
 
     @property
     def prefill_chunk_s(self) -> float | None:
-        """Of a step with a whole chunk of prefill, and what decodes beside it; None: no prefill yet."""
+        """Of a step with a whole chunk of prefill, and what decodes beside it; None is unknown."""
         rate = self._in_step.tokens_per_s
         return self._chunk_tokens / rate if rate else None
 

@@ -200,7 +200,7 @@ def test_the_load_tells_what_steps_take_and_what_a_prompt_may_expect():
     node = ReplayNode(timing=timing, ram_bytes=1 << 20)
     idle = node.runner.load()
     assert (idle.decode_step_s, idle.prefill_chunk_s, idle.num_decoding) == (None, None, 0)
-    node.submit("decoding", replaying.prompt_of(64), SamplingParams(max_tokens=1000, seed=0))
+    node.submit("decoding", replaying.prompt_of(128), SamplingParams(max_tokens=1000, seed=0))
     while not node.results["decoding"].choices:
         node.step()
     begun = node.runner.load()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prfaas.engine.rate import MEMORY_STEPS, MEMORY_TOKENS, PrefillRate, StepTimes
+from prfaas.engine.rate import FIRST_TOKENS, MEMORY_STEPS, MEMORY_TOKENS, PrefillRate, StepTimes
 
 
 def test_the_first_step_sets_the_rate():
@@ -10,6 +10,15 @@ def test_the_first_step_sets_the_rate():
     assert rate.tokens_per_s == 0.0
     rate.add(576, 2.0)
     assert rate.tokens_per_s == 288.0
+
+
+def test_a_few_tokens_alone_say_nothing_of_a_prompt_s_pace():
+    rate = PrefillRate()
+    rate.add(1, 0.5)
+    rate.add(FIRST_TOKENS - 2, 0.25)
+    assert rate.tokens_per_s == 0.0
+    rate.add(1, 0.25)
+    assert rate.tokens_per_s == FIRST_TOKENS
 
 
 def test_a_step_without_prefill_or_time_says_nothing():
