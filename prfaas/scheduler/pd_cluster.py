@@ -208,7 +208,7 @@ class PdCluster:
             if token_s is None:
                 token_s = guess_s
                 queue_s = max(peer.num_queue_tokens, peer.num_inflight_tokens) * guess_s
-            computed_s = queue_s + (num_tokens - hits.get(peer.peer, 0)) * token_s
+            computed_s = queue_s + (num_tokens - hits.get(peer.peer, 0)) * token_s + peer.fixed_s
             arrived_s = peer.backlog_s + num_bytes * (peer.byte_s or FIRST_BYTE_S)
             return (computed_s if computed_s > arrived_s else arrived_s) + peer.trip_s  # noqa: FURB136
 

@@ -30,6 +30,7 @@ class _Row(NamedTuple):
     """No first token is earlier. Rows are in this order."""
     peer: str
     queue_s: float
+    fixed_s: float
     token_s: float
     backlog_s: float
     byte_s: float
@@ -81,7 +82,9 @@ class PeerTable:
         """Take a view for all that is known of its peer."""
         self._booked.pop(view.peer, None)
         self._views[view.peer] = view
-        self._place(_row(view, view.num_inflight_tokens, view.num_inflight_bytes))
+        self._place(
+            _row(view, view.num_inflight, view.num_inflight_tokens, view.num_inflight_bytes)
+        )
 
     def book(self, name: str, booked: Booking) -> None:
         """Let a peer have these counts in flight. Raises KeyError for a name that there is not.
@@ -90,7 +93,9 @@ class PeerTable:
         """
         view = self._views[name]
         self._booked[name] = booked
-        self._place(_row(view, booked.num_inflight_tokens, booked.num_inflight_bytes))
+        self._place(
+            _row(view, booked.num_inflight, booked.num_inflight_tokens, booked.num_inflight_bytes)
+        )
 
     def remove(self, name: str) -> None:
         """Forget a peer. Raises KeyError for a name that there is not."""
@@ -114,11 +119,22 @@ class PeerTable:
         """
         streamed_bytes, hit_of = num_kv_bytes - num_tail_bytes, hits.get
         best, best_s, stale, stale_s = "", inf, "", inf
-        for least_s, name, queue_s, token_s, backlog_s, byte_s, trip_s, clear_until_s in self._rows:
+        for (
+            least_s,
+            name,
+            queue_s,
+            fixed_s,
+            token_s,
+            backlog_s,
+            byte_s,
+            trip_s,
+            clear_until_s,
+        ) in self._rows:
             if least_s > best_s:
                 break
             # As PeerView.ttft_s, without its calls: there may be many peers.
-            work_s, streamed_s = (num_tokens - hit_of(name, 0)) * token_s, streamed_bytes * byte_s
+            work_s = fixed_s + (num_tokens - hit_of(name, 0)) * token_s
+            streamed_s = streamed_bytes * byte_s
             if streamed_s > work_s:
                 work_s = streamed_s
             ttft_s = queue_s + work_s
@@ -138,7 +154,8 @@ class PeerTable:
     def check(self) -> None:
         """Re-derive the rows from the views."""
         rows = [
-            _row(view, view.num_inflight_tokens, view.num_inflight_bytes) for view in self.views
+            _row(view, view.num_inflight, view.num_inflight_tokens, view.num_inflight_bytes)
+            for view in self.views
         ]
         assert {row.peer: row for row in rows} == self._row_of
         assert sorted(rows) == self._rows
@@ -164,14 +181,17 @@ class PeerTable:
         return (ours.num_inflight_tokens, name) < (theirs.num_inflight_tokens, other)
 
 
-def _row(view: PeerView, num_inflight_tokens: int, num_inflight_bytes: int) -> _Row:
+def _row(
+    view: PeerView, num_inflight: int, num_inflight_tokens: int, num_inflight_bytes: int
+) -> _Row:
     if view.token_s is None:
-        return _Row(0.0, view.peer, 0.0, 0.0, 0.0, 0.0, 0.0, view.clear_until_s)
-    queue_s = view.queue_with_s(num_inflight_tokens)
+        return _Row(0.0, view.peer, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, view.clear_until_s)
+    queue_s = view.queue_with_s(num_inflight, num_inflight_tokens)
     return _Row(
         least_s=queue_s + view.trip_s,
         peer=view.peer,
         queue_s=queue_s,
+        fixed_s=view.fixed_s,
         token_s=view.token_s,
         backlog_s=view.backlog_with_s(num_inflight_bytes),
         byte_s=view.byte_s,

@@ -9,15 +9,20 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from prfaas.scheduler.decision import COMPARING, REASONS, Reason, Route, RouteRequest, decide, route
+from prfaas.scheduler.left_sides import LeftSides
 from prfaas.scheduler.monitor import TransferRates
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.scheduler.peer_states import (
+    EWMA_WEIGHT,
     FIRST_BACKOFF_S,
+    FORGET_AFTER_S,
     MAX_BACKOFF_S,
     SLOW_BACKOFF_S,
     Outcome,
     after,
+    forgotten,
     later,
+    learnt,
 )
 from prfaas.scheduler.peer_table import Booking, PeerTable
 from prfaas.scheduler.profile import Link
@@ -41,8 +46,6 @@ __all__ = [
 
 NUM_EXCESSES = 8
 """Prefills of late, whose least excess the next one is expected to have, too."""
-EWMA_WEIGHT = 0.3
-"""Of the newest observation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +73,7 @@ class Router:
         self._threshold_tokens: float = options.first_threshold_tokens
         self._peers = PeerTable(PeerView(peer=peer, expected_link=expected_link) for peer in peers)
         self._inflight: dict[str, _InFlight] = {}
-        self._left: set[int] = set()
-        """Magnitudes of lengths whose last prompt went to the other side of t."""
+        self._left = LeftSides()
 
     @property
     def options(self) -> SchedulerOptions:
@@ -147,7 +149,7 @@ class Router:
             now_s,
             force,
             self._threshold_tokens,
-            request.uncached_tokens.bit_length() in self._left,
+            request.uncached_tokens in self._left,
         )
 
     def route(
@@ -167,7 +169,14 @@ class Router:
         assert request_id not in self._inflight, f"{request_id} has a route"
         decided = self.decide(request, local=local, now_s=now_s, force=force, among=among)
         if force is None:
-            self._remember(request, decided)
+            own = None
+            if decided.reason == "earlier" and self._left.is_due(request.uncached_tokens, now_s):
+                own = self._own_side(request, local, now_s, among)
+            if own is None:
+                self._remember(request, decided, now_s)
+            else:
+                decided = own
+                self._left.tried(request.uncached_tokens, now_s)
         if decided.peer is not None:
             peer = self._peers[decided.peer]
             num_tokens, explained_s = request.peer_tokens(peer.peer), decided.predicted_ttft_s
@@ -193,17 +202,35 @@ class Router:
             self._peers.book(peer.peer, booked)
         return decided
 
-    def _remember(self, request: RouteRequest, decided: Route) -> None:
+    def _own_side(
+        self,
+        request: RouteRequest,
+        local: LocalView,
+        now_s: float,
+        among: Iterable[PeerView] | None,
+    ) -> Route | None:
+        """Return the route on the prompt's own side of t if nothing waits there, else None."""
+        is_long = request.uncached_tokens > self._threshold_tokens
+        name: RouteName = "remote" if is_long else "local"
+        own = self.decide(request, local=local, now_s=now_s, force=name, among=among)
+        if own.name != name:
+            return None
+        num_waiting = local.num_waiting
+        if own.peer is not None:
+            peer = self._peers[own.peer]
+            num_waiting = peer.num_inflight + peer.num_queue_tokens
+        return None if num_waiting > 0 else replace(own, reason="long" if is_long else "short")
+
+    def _remember(self, request: RouteRequest, decided: Route, now_s: float) -> None:
         """Note on which side of t prompts of this magnitude go."""
-        magnitude = request.uncached_tokens.bit_length()
+        num_tokens = request.uncached_tokens
         if decided.reason in ("short", "long"):
-            self._left.discard(magnitude)
+            self._left.stayed(num_tokens)
         elif decided.reason in ("earlier", "spares_others", "egress_budget"):
-            is_long = request.uncached_tokens > self._threshold_tokens
-            if (decided.peer is not None) == is_long:
-                self._left.discard(magnitude)
+            if (decided.peer is not None) == (num_tokens > self._threshold_tokens):
+                self._left.stayed(num_tokens)
             else:
-                self._left.add(magnitude)
+                self._left.left(num_tokens, now_s)
 
     def ended(
         self,
@@ -233,7 +260,7 @@ class Router:
             num_queue_tokens=queue_tokens,
         )
         if rates is not None:
-            peer = _learnt(peer, rates)
+            peer = learnt(peer, rates, ended.num_tokens, now_s)
         if outcome == "completed" and ended.explained_s is not None:
             excess_s = now_s - ended.started_s - ended.explained_s
             peer = replace(peer, excesses_s=(excess_s, *peer.excesses_s[: NUM_EXCESSES - 1]))
@@ -262,6 +289,8 @@ class Router:
             state = "overloaded"
         elif is_ready and is_waiting and old.num_failures > 1:
             state = "down"
+        if old.used_s is not None and now_s - old.used_s > FORGET_AFTER_S:
+            old = forgotten(old)
         self._peers.put(
             replace(
                 old,
@@ -330,34 +359,3 @@ class Router:
             assert peer.num_inflight == len(ours), f"{peer.peer}: {peer.num_inflight} in flight"
             assert peer.num_inflight_tokens == sum(inflight.num_tokens for inflight in ours)
             assert peer.num_inflight_bytes == sum(inflight.num_bytes for inflight in ours)
-
-
-def _learnt(peer: PeerView, rates: TransferRates) -> PeerView:
-    """Return the view with what a transfer reached.
-
-    One that did not wait for the link says of it what it carries at least: that takes the place of less. So
-    does all that came over it lately, where several transfers shared it.
-    """
-    link, floor = peer.link_bytes_per_s, peer.link_floor_bytes_per_s
-    reached = known_rate(rates.link_bytes_per_s)
-    if reached is not None:
-        if rates.is_link_bound:
-            floor, link = None, _ewma(link, max(reached, peer.goodput_bytes_per_s or 0.0))
-        elif link is None:
-            floor = max(reached, floor or 0.0)
-        else:
-            link = max(link, reached)
-    return replace(
-        peer,
-        prefill_tokens_per_s=_ewma(peer.prefill_tokens_per_s, rates.prefill_tokens_per_s),
-        link_bytes_per_s=link,
-        link_floor_bytes_per_s=floor,
-    )
-
-
-def _ewma(old: float | None, new: float | None) -> float | None:
-    """Return the average moved towards `new`; what is unknown changes nothing."""
-    new = known_rate(new)
-    if new is None:
-        return old
-    return new if old is None else old + EWMA_WEIGHT * (new - old)

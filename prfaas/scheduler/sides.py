@@ -131,7 +131,7 @@ class Sides:
         assert self.peer.token_s is not None, "nothing to compare"
         return _Works(
             max(self.uncached_tokens, 1) / local_rate,
-            max(self.peer_tokens, 1) * self.peer.token_s,
+            self.peer.fixed_s + max(self.peer_tokens, 1) * self.peer.token_s,
             self.num_kv_bytes,
         )
 

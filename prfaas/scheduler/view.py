@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from prfaas.scheduler.pace import Pace, Prefill
 from prfaas.scheduler.profile import Link
 
 PeerState = Literal["unknown", "ready", "not_ready", "down", "incompatible", "overloaded"]
@@ -23,7 +24,11 @@ class PeerView:
     peer: str
     state: PeerState = "unknown"
     prefill_tokens_per_s: float | None = None
-    """What our transfers from it have reached, a moving average."""
+    """What our transfers from it have reached, all lengths together."""
+    prefills: tuple[Prefill, ...] = ()
+    """The last ones there, the newest first."""
+    pace: Pace | None = None
+    """The line through them; None: every prompt has the one rate."""
     link_bytes_per_s: float | None = None
     """What the link carries: a moving average of transfers that waited for it, and no less than what came
     over it since."""
@@ -42,6 +47,8 @@ class PeerView:
     queue_heard_s: float | None = None
     """When it said so."""
     heard_s: float | None = None
+    used_s: float | None = None
+    """When our last transfer from it ended that showed something of its prefill."""
     num_failures: int = 0
     """Transfers in a row that failed by its fault; those of one moment count once."""
     num_silences: int = 0
@@ -62,7 +69,9 @@ class PeerView:
     queue_s: float = field(init=False, repr=False, compare=False)
     """What is there before a prompt: as it reported or as we have in flight, whichever is more."""
     token_s: float | None = field(init=False, repr=False, compare=False)
-    """Of a token's prefill; None while its rate is unknown."""
+    """Of each token of a prefill; None while its rate is unknown."""
+    fixed_s: float = field(init=False, repr=False, compare=False)
+    """Of each prefill besides."""
     byte_s: float = field(init=False, repr=False, compare=False)
     """Of a byte on the link; 0 while that is unknown."""
     backlog_s: float = field(init=False, repr=False, compare=False)
@@ -75,7 +84,7 @@ class PeerView:
 
     def __post_init__(self) -> None:
         """Work out once what each decision about the peer needs: there are many for one change."""
-        rate = self._tokens_per_s
+        rate = self.tokens_per_s
         link_rate, rtt_s = known_rate(self.link_bytes_per_s), self.rtt_s
         if self.expected_link is not None:
             floor = known_rate(self.link_floor_bytes_per_s) or 0.0
@@ -83,8 +92,10 @@ class PeerView:
             rtt_s = self.expected_link.rtt_s if rtt_s is None else rtt_s
         is_clear = self.state == "ready" and self.num_failures <= 0 and self.heard_s is not None
         keep = object.__setattr__
-        keep(self, "token_s", None if rate is None else 1 / rate)
-        keep(self, "queue_s", self.queue_with_s(self.num_inflight_tokens))
+        pace = self.pace or (None if rate is None else Pace(0.0, 1 / rate))
+        keep(self, "token_s", None if pace is None else pace.token_s)
+        keep(self, "fixed_s", 0.0 if pace is None else pace.fixed_s)
+        keep(self, "queue_s", self.queue_with_s(self.num_inflight, self.num_inflight_tokens))
         byte_s = 0.0 if link_rate is None else 1 / link_rate
         keep(self, "byte_s", byte_s)
         keep(self, "backlog_s", self.backlog_with_s(self.num_inflight_bytes))
@@ -94,14 +105,16 @@ class PeerView:
         )
 
     @property
-    def _tokens_per_s(self) -> float | None:
+    def tokens_per_s(self) -> float | None:
+        """Return the rate of its prefill, whatever their lengths; None while it is unknown."""
         return known_rate(self.prefill_tokens_per_s) or known_rate(self.reported_tokens_per_s)
 
-    def queue_with_s(self, num_inflight_tokens: int) -> float:
-        """Return `queue_s` as it is with so many tokens of ours in flight."""
-        rate = self._tokens_per_s
+    def queue_with_s(self, num_inflight: int, num_inflight_tokens: int) -> float:
+        """Return `queue_s` as it is with so many prompts and tokens of ours in flight."""
+        if self.token_s is None:
+            return 0.0
         queue_tokens = max(self.num_queue_tokens, num_inflight_tokens, 0)
-        return 0.0 if rate is None else queue_tokens / rate
+        return queue_tokens * self.token_s + max(num_inflight, 0) * self.fixed_s
 
     def backlog_with_s(self, num_inflight_bytes: int) -> float:
         """Return `backlog_s` as it is with so many bytes in flight."""
@@ -149,7 +162,7 @@ class PeerView:
         """
         if self.token_s is None:
             return None
-        computed_s = num_tokens * self.token_s
+        computed_s = self.fixed_s + num_tokens * self.token_s
         streamed_s = (num_kv_bytes - num_tail_bytes) * self.byte_s
         done_s = max(self.queue_s + max(computed_s, streamed_s), self.backlog_s + streamed_s)
         return done_s + (num_tail_bytes * self.byte_s + self.trip_s)
@@ -158,7 +171,8 @@ class PeerView:
         """Return the same without any queue: the least that it can take."""
         if self.token_s is None:
             return None
-        return max(num_tokens * self.token_s, num_kv_bytes * self.byte_s) + self.trip_s
+        computed_s = self.fixed_s + num_tokens * self.token_s
+        return max(computed_s, num_kv_bytes * self.byte_s) + self.trip_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +185,20 @@ class LocalView:
     """Prompts that they are of."""
     prefill_tokens_per_s: float | None = None
     """As observed, or as a profile says of a prompt like this."""
+    waiting_tokens_per_s: float | None = None
+    """The same of the prompts that wait, which may be of other lengths; None: of all."""
 
     def ttft_s(self, *, num_tokens: int) -> float | None:
         """Return the predicted seconds to a first token behind `num_tokens`; None if unknown."""
         rate = known_rate(self.prefill_tokens_per_s)
-        return None if rate is None else (max(self.num_waiting_tokens, 0) + num_tokens) / rate
+        if rate is None:
+            return None
+        waiting_tokens, waiting_rate = max(self.num_waiting_tokens, 0), rate
+        if self.waiting_tokens_per_s is not None:
+            waiting_rate = known_rate(self.waiting_tokens_per_s) or rate
+        if waiting_rate == rate:
+            return (waiting_tokens + num_tokens) / rate
+        return waiting_tokens / waiting_rate + num_tokens / rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

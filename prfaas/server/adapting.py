@@ -71,7 +71,7 @@ class Adapting:
             for name in self._router.peers
             if self._router.is_usable(name, now_s)
         ]
-        token_s = [peer.token_s for peer in usable if peer.token_s is not None]
+        token_s = [1 / peer.tokens_per_s for peer in usable if peer.tokens_per_s is not None]
         byte_s = [peer.byte_s for peer in usable]
         chunk_s = load.prefill_chunk_s
         return Observed(

@@ -69,7 +69,7 @@ def _peer(load: NodeLoad, peer: PeerView, now_s: float) -> Json:
         "requests_in_flight": peer.num_inflight,
         "tokens_in_flight": peer.num_inflight_tokens,
         "bytes_in_flight": peer.num_inflight_bytes,
-        "prefill_tokens_per_s": 1 / peer.token_s if peer.token_s else None,
+        "prefill_tokens_per_s": peer.tokens_per_s,
         "link_bytes_per_s": 1 / peer.byte_s if peer.byte_s else None,
         "rtt_s": _finite(peer.rtt_s),
         "link": None if link is None else _link(link),

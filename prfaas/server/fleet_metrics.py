@@ -71,8 +71,8 @@ def _peers(load: NodeLoad) -> Iterator[Family]:
         queue.add_metric([name], peer.num_queue_tokens)
         inflight.add_metric([name], peer.num_inflight)
         tokens.add_metric([name], peer.num_inflight_tokens)
-        if peer.token_s:
-            rate.add_metric([name], 1 / peer.token_s)
+        if peer.tokens_per_s is not None:
+            rate.add_metric([name], peer.tokens_per_s)
         if peer.byte_s:
             capacity.add_metric([name], 1 / peer.byte_s)
             used.add_metric([name], min(1.0, (peer.goodput_bytes_per_s or 0.0) * peer.byte_s))

@@ -158,6 +158,11 @@ class PromptRouter:
             prefill_tokens_per_s=self._correction.tokens_per_s(
                 num_tokens, load.prefill_tokens_per_s
             ),
+            waiting_tokens_per_s=self._correction.tokens_per_s(
+                load.num_waiting_tokens // load.num_waiting, load.prefill_tokens_per_s
+            )
+            if load.num_waiting
+            else None,
         )
 
     def saw(self, uncached_tokens: int, output_tokens: int) -> None:

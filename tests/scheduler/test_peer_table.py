@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from prfaas.scheduler.pace import Pace
 from prfaas.scheduler.peer_table import Booking, PeerTable
 from prfaas.scheduler.profile import Link
 from prfaas.scheduler.view import PeerView
@@ -23,6 +24,8 @@ PEERS = st.builds(
     state=st.sampled_from(["ready", "ready", "unknown", "down", "overloaded", "not_ready"]),
     prefill_tokens_per_s=RATES,
     reported_tokens_per_s=RATES,
+    pace=st.none()
+    | st.builds(Pace, st.sampled_from([0.0, 0.5, 3.0]), st.sampled_from([1e-6, 0.01])),
     link_bytes_per_s=RATES,
     expected_link=st.none() | st.just(Link(bytes_per_s=10.0, rtt_s=0.25)),
     rtt_s=st.none() | st.sampled_from([0.0, 0.5]),

@@ -486,7 +486,7 @@ def test_rates_are_learnt_from_transfers_and_move_slowly():
         now_s=1.0,
         rates=TransferRates(prefill_tokens_per_s=200.0, link_bytes_per_s=1e6),
     )
-    assert router.peer("a:1").prefill_tokens_per_s == pytest.approx(130.0)
+    assert router.peer("a:1").prefill_tokens_per_s == pytest.approx(1.7 / (0.7 / 100 + 1 / 200))
     assert router.peer("a:1").link_bytes_per_s == 1e6
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from prfaas.scheduler.pace import Pace
 from prfaas.scheduler.view import STALE_AFTER_S, LocalView, PeerView, known_rate
 
 NOW_S = 100.0
@@ -76,6 +77,10 @@ def test_the_local_prediction_is_queue_and_prompt_over_the_rate():
     local = LocalView(num_waiting_tokens=300, prefill_tokens_per_s=100.0)
     assert local.ttft_s(num_tokens=200) == 5.0
     assert local.ttft_s(num_tokens=0) == 3.0
+    mixed = LocalView(
+        num_waiting_tokens=300, prefill_tokens_per_s=100.0, waiting_tokens_per_s=1000.0
+    )
+    assert mixed.ttft_s(num_tokens=200) == pytest.approx(2.3)
     odd = LocalView(num_waiting_tokens=-5, prefill_tokens_per_s=100.0)
     assert odd.ttft_s(num_tokens=100) == 1.0
 
@@ -93,6 +98,9 @@ def test_the_local_prediction_is_queue_and_prompt_over_the_rate():
         ({"link_bytes_per_s": math.nan}, 2.0),
         ({"link_bytes_per_s": 1e2, "num_queue_tokens": 500}, 15.0),
         ({"reported_tokens_per_s": 1e9}, 2.0),
+        ({"pace": Pace(0.5, 0.02)}, 4.5),
+        ({"pace": Pace(0.5, 0.02), "num_inflight": 3, "num_inflight_tokens": 100}, 8.0),
+        ({"pace": Pace(0.5, 0.02), "link_bytes_per_s": 1e2}, 10.0),
         ({"prefill_tokens_per_s": None, "reported_tokens_per_s": 200.0}, 1.0),
     ],
 )
