@@ -11,7 +11,8 @@ from prfaas.config.options import HttpOptions
 from prfaas.errors import ConfigError
 from prfaas.server.connection import Connection
 
-BACKLOG = 512
+BACKLOG = 4096
+"""Connections that wait to be taken: a busy node takes them late, and the kernel drops those beyond."""
 IDLE_TIMEOUT_S = 75.0
 """Longer than the idle time of the usual proxies, so that it is they who close."""
 CLEANUP_TIMEOUT_S = 0.5
@@ -74,6 +75,7 @@ class Listener:
             self._server = await loop.create_server(
                 self._accept,
                 sock=self._socket,
+                backlog=BACKLOG,  # the socket listens already; this would set another one
                 ssl=self._tls,
                 ssl_handshake_timeout=handshake_timeout_s,
             )

@@ -1,7 +1,14 @@
-import pytest
+import socket
+import struct
+import sys
+from pathlib import Path
 
+import pytest
+from aiohttp import web
+
+from prfaas.config.options import HttpOptions
 from prfaas.errors import ConfigError
-from prfaas.server.listening import bind_socket
+from prfaas.server.listening import BACKLOG, Listener, bind_socket
 
 
 @pytest.mark.parametrize("port", [70_000, -1, 65_536])
@@ -33,3 +40,14 @@ def test_an_address_of_another_machine_is_told():
 def test_ipv6_is_an_address_like_another():
     with bind_socket("::1", 0) as listener:
         assert listener.getsockname()[0] == "::1"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel")
+async def test_as_many_connections_as_the_system_lets_wait_for_a_busy_node():
+    most = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    with bind_socket("127.0.0.1", 0) as listening:
+        async with Listener(listening, HttpOptions()) as listener:
+            await listener.show(web.Application())
+            info = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    (limit,) = struct.unpack_from("I", info, 28)  # of a listening socket this field is its limit
+    assert limit == min(BACKLOG, most)
