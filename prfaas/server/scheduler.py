@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from prfaas.scheduler.explaining import Explanation
 from prfaas.scheduler.fleet import Fleet, Member
 from prfaas.scheduler.heartbeat import PERIOD_S
 from prfaas.scheduler.options import SchedulerOptions
+from prfaas.scheduler.standing import FleetLimits
 from prfaas.server.fleet_driver import FleetDriver
 from prfaas.server.fleet_routes import FleetRoutes
 from prfaas.server.fleet_view import FleetView
@@ -241,7 +243,8 @@ def load_scheduler_node(
     return SchedulerNode(
         tokenizer=tokenizer,
         chat_template=chat_template,
-        options=config.transport,
+        # What a heartbeat is given an answer is given, too: a node that is only busy is not dead.
+        options=replace(config.transport, stall_timeout_s=FleetLimits().dead_after_s),
         scheduler=config.scheduler,
         clock=monotonic_s,
         security=security,
