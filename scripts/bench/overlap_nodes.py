@@ -55,7 +55,13 @@ class Pair:
 @contextmanager
 def running(place: Place, engines: Engines, num_pd: int, work: Path) -> Iterator[Pair]:
     """Run the nodes for the length of the block. RuntimeError has what they said."""
-    peer = ["--peer", f"{place.host}:{PREFILL_PORT}", "--allow-plaintext"]
+    peer = [
+        "--peer",
+        f"{place.host}:{PREFILL_PORT}",
+        "--allow-plaintext",
+        "--policy",
+        "always-remote",
+    ]
     with ExitStack() as undo:
         prefill = ["--role", "prefill", "--host", place.host, "--port", str(PREFILL_PORT)]
         _start(undo, place.sender, [*prefill, "--allow-plaintext", *engines.prefill], work)
