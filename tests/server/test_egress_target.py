@@ -54,4 +54,6 @@ async def test_a_slow_link_is_learnt_and_its_egress_target_counts(egress_target,
         assert await ask(nodes, "counted", "remote")
         router = nodes.pd._router
         (name,) = router.peers
-        assert (router.scarcity(name, nodes.pd._clock()) > 1) == is_overdrawn
+        scarcity = router.scarcity(name, nodes.pd._clock())
+        assert scarcity > 0
+        assert (scarcity > 1) == is_overdrawn
