@@ -10,7 +10,6 @@ from prfaas.cache.options import CacheOptions
 from prfaas.config.options import NodeConfig, Role
 from prfaas.engine.options import EngineOptions
 from prfaas.engine.replay_options import ReplayOptions
-from prfaas.scheduler.options import SchedulerOptions
 from prfaas.server.pd import load_pd_node
 from prfaas.server.prefill import load_prefill_node
 from prfaas.transport.options import TransportOptions
@@ -31,14 +30,12 @@ def replay_config(
     cache_dir: Path | None = None,
     speed: float = 200.0,
     bytes_scale: float = 0.002,
-    scheduler: SchedulerOptions | None = None,
     **transport: Any,
 ) -> NodeConfig:
     return NodeConfig(
         role=role,
         engine=EngineOptions(kind="replay", profile=str(profile)),
         replay=ReplayOptions(speed=speed, bytes_scale=bytes_scale),
-        scheduler=scheduler or SchedulerOptions(),
         cache=CacheOptions(ram_bytes=64 << 20, dir=None if cache_dir is None else str(cache_dir)),
         transport=TransportOptions(**{"stall_timeout_s": 10.0, **transport, "peer": peer}),
     )

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
@@ -357,44 +357,6 @@ async def test_an_egress_limit_holds_for_all_transfers_together():
                 tasks.create_task(pull_all(client, Pages(50_000), request))
         took_s = asyncio.get_running_loop().time() - started_s
         assert took_s > (2 * 40 * 50_000 - (1 << 16) - BATCH_BYTES) / 20e6
-
-
-class SpentBudget(EgressBudget):
-    """Has room for one page, and never again; the kernel paces nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(None, 1)
-        self._is_spent = False
-
-    def ask(
-        self, transfer: Hashable, num_bytes: int, *, now_s: float, deadline_s: float | None = None
-    ) -> float:
-        wait_s = 0.05 if self._is_spent else 0.0
-        self._is_spent = True
-        return wait_s
-
-
-async def test_what_is_urgent_does_not_wait_with_pages_for_the_egress_budget():
-    budget = SpentBudget()
-    pages = Pages(50_000)
-    async with channel(budget=budget, page_bytes=50_000) as (
-        service,
-        client,
-    ):
-        await warm(client)
-        async with client.pull(ASKED, pages) as pulling:
-            transfer = service.transfers[ASKED.transfer_id]
-            transfer.put_page(place(0))
-            while not pages.frames:
-                await pulling.step()
-            for block in range(1, 40):
-                transfer.put_page(place(block))
-            for number in range(3):
-                transfer.put_urgent(FrameType.PROGRESS, encode_progress(number, 0))
-                while len(pages.frames) < 2 + number:
-                    await pulling.step()
-        kinds = [frame.header.type for frame in pages.frames]
-        assert kinds == [FrameType.PAGE] + 3 * [FrameType.PROGRESS]
 
 
 @pytest.mark.parametrize(
