@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.scheduler.monitor import (
-    GRACE_S,
-    IDLE_FACTOR,
-    MIN_LINK_S,
-    TransferMonitor,
-    TransferRates,
-)
+from prfaas.scheduler.monitor import GRACE_S, IDLE_FACTOR, TransferMonitor, TransferRates
 
 STALL_S = 2.0
 
@@ -242,94 +236,3 @@ def test_a_rate_is_the_link_s_only_if_bytes_waited_for_it(
         assert rates.link_bytes_per_s == pytest.approx(link_bytes_per_s, rel=0.1)
     else:
         assert rates.link_bytes_per_s < 2_000, "as fast as they were made"
-
-
-def late(
-    *, late_bytes: int, num_words: int, late_s: float, streamed_bytes: int = 10_000
-) -> TransferRates:
-    """Rates of a transfer that kept up for a second, and of whose bytes some came after the prefill's end."""
-    monitor = make(num_kv_bytes=streamed_bytes + late_bytes, local_estimate_s=None)
-    for step in range(1, 11):
-        feed(monitor, 100.0 + step / 10, 100 * step, streamed_bytes * step // 10)
-    for word in range(1, num_words + 1):
-        now_s = 101.0 + late_s * word / num_words
-        feed(monitor, now_s, 1000, streamed_bytes + late_bytes * word // num_words)
-    return monitor.rates(now_s)
-
-
-@pytest.mark.parametrize(
-    ("late_bytes", "num_words", "late_s", "is_link_bound"),
-    [
-        (5_000, 10, 0.1, True),
-        (2_600, 4, 0.1, True),
-        (2_400, 4, 0.1, False),
-        (5_000, 2, 0.1, False),
-        (5_000, 10, 0.01, False),
-    ],
-    ids=["a third", "a fifth", "less than a fifth", "two words", "an instant"],
-)
-def test_bytes_after_the_prefill_s_end_give_the_link_s_rate(
-    late_bytes, num_words, late_s, is_link_bound
-):
-    rates = late(late_bytes=late_bytes, num_words=num_words, late_s=late_s)
-    assert rates.is_link_bound == is_link_bound
-    assert rates.prefill_tokens_per_s == pytest.approx(1000.0)
-    if is_link_bound:
-        assert rates.link_bytes_per_s == pytest.approx(late_bytes / late_s)
-    else:
-        assert rates.link_bytes_per_s == pytest.approx((9_000 + late_bytes) / (0.9 + late_s))
-
-
-@pytest.mark.parametrize("prefill_s", [0.05, 0.1, 0.3])
-def test_a_short_prefill_s_end_tells_a_slow_link_from_a_slow_peer(prefill_s):
-    """The receiver hears nothing of the tokens on the way: the prefill is over before the first word of them."""
-    monitor = make(local_estimate_s=None)
-    now_s, link_bytes_per_s = 100.0, 10_000.0
-    while (num_bytes := round(link_bytes_per_s * (now_s - 100.0))) < 10_000:
-        now_s += 0.01
-        is_over = now_s - 100.0 >= prefill_s
-        feed(monitor, now_s, 1000 if is_over else 0, num_bytes)
-    rates = monitor.rates(now_s)
-    assert rates.is_link_bound
-    assert rates.link_bytes_per_s == pytest.approx(link_bytes_per_s, rel=0.02)
-    assert rates.prefill_tokens_per_s == pytest.approx(1000 / prefill_s, rel=0.2)
-
-
-def test_a_prefill_begins_when_its_peer_takes_it_or_its_queue_is_empty():
-    at_once = make(accepted_s=102.0)
-    feed(at_once, 106.0, 1000, 0)
-    assert at_once.rates(106.0).prefill_tokens_per_s == pytest.approx(250.0)
-    queued = make(accepted_s=102.0)
-    feed(queued, 102.0, 0, 0, ahead=500)
-    feed(queued, 104.0, 0, 0, ahead=0)
-    feed(queued, 106.0, 1000, 0)
-    assert queued.rates(106.0).prefill_tokens_per_s == pytest.approx(500.0)
-
-
-@given(
-    words=st.lists(
-        st.tuples(
-            st.sampled_from([0.0, 1e-9, 0.001, 0.02, 0.5]),
-            st.sampled_from([0, 1, 500, 1000]),
-            st.sampled_from([0, 1, 100, 9_000]),
-            st.sampled_from([0, 0, 7]),
-        ),
-        max_size=12,
-    ),
-    num_kv_bytes=st.sampled_from([0, 1, 3, 10_000]),
-)
-def test_rates_are_absent_or_positive_and_an_instant_never_gives_the_link_s(words, num_kv_bytes):
-    monitor = make(num_kv_bytes=num_kv_bytes, num_streamed_bytes=num_kv_bytes)
-    now_s, tokens, num_bytes = 100.0, 0, 0
-    for seconds, more_tokens, more_bytes, ahead in words:
-        now_s += seconds
-        tokens, num_bytes = (
-            min(1000, tokens + more_tokens),
-            min(num_kv_bytes, num_bytes + more_bytes),
-        )
-        feed(monitor, now_s, tokens, num_bytes, ahead)
-        rates = monitor.rates(now_s)
-        for rate in (rates.prefill_tokens_per_s, rates.link_bytes_per_s):
-            assert rate is None or 0 < rate < math.inf
-        if now_s - 100.0 < MIN_LINK_S / 2:
-            assert not rates.is_link_bound

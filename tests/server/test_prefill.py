@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from prfaas.cache.spec import bytes_of_page, held_blocks, needed_blocks
 from prfaas.engine.submission import EngineLoad
 from prfaas.errors import BadRequest, IncompatiblePeer, Overloaded
-from prfaas.server.engine_thread import EngineThread
 from prfaas.server.places import places_to_send
-from prfaas.server.prefill_job import tokens_ahead
 from prfaas.server.prefill_service import MAX_CANCELLED
+from prfaas.server.prefill_job import tokens_ahead
 from prfaas.transport.address import PeerAddress
 from prfaas.transport.client import PeerClient
 from prfaas.transport.messages import TransferAccepted, TransferRequest, TransferTotals
@@ -285,48 +284,6 @@ async def test_progress_is_told_only_while_the_engine_really_advances(monkeypatc
         assert len(told) >= 3
         assert told == sorted(told)
         assert told[-1][0] <= 200
-
-
-async def progress_of(nodes: Fleet, *requests: TransferRequest) -> list[list[tuple[int, int]]]:
-    """Return (tokens done, tokens ahead) as told in each transfer; all are opened before the engine goes on."""
-    engine = nodes.prefill_engine
-    engine.gate.clear()
-    received = [Received() for _ in requests]
-    async with client_of(nodes) as client, contextlib.AsyncExitStack() as open_ones:
-        pullings = [
-            await open_ones.enter_async_context(client.pull(request, consumer))
-            for request, consumer in zip(requests, received, strict=True)
-        ]
-        engine.gate.set()
-        for pulling in pullings:
-            while not pulling.is_finished:
-                await pulling.step()
-            assert pulling.acknowledge()
-    return [
-        [
-            decode_progress(payload)
-            for kind, payload in consumer.frames
-            if kind is FrameType.PROGRESS
-        ]
-        for consumer in received
-    ]
-
-
-async def test_the_end_of_a_prefill_is_told_at_once_and_once(monkeypatch):
-    monkeypatch.setattr("prfaas.server.prefill_job.PROGRESS_INTERVAL_S", 1e6)
-    async with fleet() as nodes:
-        assert await progress_of(nodes, asked(200)) == [[(200, 0)]]
-
-
-async def test_who_queues_is_told_so_at_once_and_when_the_queue_has_passed(monkeypatch):
-    monkeypatch.setattr("prfaas.server.prefill_job.PROGRESS_INTERVAL_S", 1e6)
-    monkeypatch.setattr(EngineThread, "load", lambda thread: thread._engine.load())
-    async with fleet() as nodes:
-        nodes.prefill_engine.gate.clear()
-        first, second = await progress_of(nodes, asked(200), asked(100, number=1))
-    assert first == [(200, 0)]
-    assert [ahead for _, ahead in second] == [200, 0, 0]
-    assert second[-1] == (100, 0)
 
 
 @pytest.mark.parametrize(
