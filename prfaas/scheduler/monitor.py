@@ -16,12 +16,6 @@ SLOWER_FACTOR = 1.5
 SLOWER_MARGIN_S = 1.0
 LAGGING_FRACTION = 0.5
 """Of the time in which bytes came: if they lagged so long, their rate is the link's."""
-LATE_FRACTION = 0.2
-"""Of the bytes: if so many came after the prefill's end, nothing but the link has paced these."""
-MIN_LATE_WORDS = 3
-"""So many words must have brought them: a rate needs more than two moments."""
-MIN_LINK_S = 0.02
-"""Bytes that came in less are too few to tell of a link more than what it carries at least."""
 IDLE_FACTOR = 10.0
 """A peer that lives but moves nothing is stuck after this many stall timeouts."""
 
@@ -49,7 +43,6 @@ class TransferMonitor:
         num_streamed_bytes: int,
         local_estimate_s: float | None,
         stall_timeout_s: float,
-        accepted_s: float | None = None,
     ) -> None:
         """Begin to watch.
 
@@ -62,7 +55,6 @@ class TransferMonitor:
                 sent at the end.
             local_estimate_s: seconds a local prefill would take from now; None is unknown.
             stall_timeout_s: the peer is stuck after this long without a verified frame.
-            accepted_s: when it had taken the prompt; None is at once.
         """
         self.local_estimate_s = local_estimate_s
         """May be set anew when the local load changes."""
@@ -79,15 +71,9 @@ class TransferMonitor:
         """The longest the queue up to our last token has been."""
         self._heard_s = started_s
         self._moved_s = started_s
-        self._accepted = (started_s if accepted_s is None else accepted_s, tokens_done)
-        self._was_queued = False
         self._computing: tuple[float, int] | None = None
         """(since when, tokens done then) nobody's tokens are ahead of ours."""
-        self._computed: tuple[float, int] | None = None
-        """(when, bytes then) all tokens were computed."""
-        self._first_late: tuple[float, int] | None = None
-        """(when, how many) bytes came first after that: what is left waits for the link alone."""
-        self._num_late_words = 0
+        self._computed_s: float | None = None
         self._first_bytes: tuple[float, int] | None = None
         """(when, how many) bytes came first."""
         self._last_bytes_s = started_s
@@ -108,21 +94,16 @@ class TransferMonitor:
         if self._lag is not None and self._first_bytes is not None:
             self._lagged_s += now_s - before_s
         if tokens_ahead == 0 and self._computing is None:
-            # A queue would have been told of first: without one, it began when it was taken.
-            self._computing = (now_s, tokens_done) if self._was_queued else self._accepted
-        self._was_queued |= tokens_ahead > 0
+            self._computing = (now_s, tokens_done)
         if num_bytes > self._num_bytes:
             self._last_bytes_s = now_s
             self._first_bytes = self._first_bytes or (now_s, num_bytes)
-            if self._computed is not None:
-                self._first_late = self._first_late or (now_s, num_bytes)
-                self._num_late_words += 1
         totals = (num_bytes, tokens_done, tokens_ahead)
         if totals != (self._num_bytes, self._tokens_done, self._tokens_ahead):
             self._moved_s = now_s
         self._num_bytes, self._tokens_done, self._tokens_ahead = totals
-        if self._tokens_left == 0 and self._computed is None:
-            self._computed = (now_s, num_bytes)
+        if self._tokens_left == 0 and self._computed_s is None:
+            self._computed_s = now_s
         self._most_work = max(self._most_work, self._work_left)
         if num_bytes >= self._num_ready_bytes:
             self._lag = None
@@ -170,40 +151,18 @@ class TransferMonitor:
         tokens_per_s = None
         if self._computing is not None:
             since_s, tokens_done = self._computing
-            end_s = now_s if self._computed is None else self._computed[0]
+            end_s = now_s if self._computed_s is None else self._computed_s
             tokens_per_s = _rate(self._tokens_done - tokens_done, end_s - since_s)
-        late_bytes_per_s = self._late_bytes_per_s
-        if late_bytes_per_s is not None:
-            return TransferRates(
-                prefill_tokens_per_s=tokens_per_s, link_bytes_per_s=late_bytes_per_s
-            )
         bytes_per_s, span_s = None, 0.0
         if self._first_bytes is not None:
             since_s, num_bytes = self._first_bytes
             span_s = self._last_bytes_s - since_s
             bytes_per_s = _rate(self._num_bytes - num_bytes, span_s)
-        is_lagging = self._lagged_s >= LAGGING_FRACTION * span_s
         return TransferRates(
             prefill_tokens_per_s=tokens_per_s,
             link_bytes_per_s=bytes_per_s,
-            is_link_bound=is_lagging and span_s >= MIN_LINK_S,
+            is_link_bound=self._lagged_s >= LAGGING_FRACTION * span_s,
         )
-
-    @property
-    def _late_bytes_per_s(self) -> float | None:
-        """The rate of what came after the prefill's end, where that was enough to tell."""
-        if self._computed is None or self._first_late is None:
-            return None
-        since_s, num_bytes = self._first_late
-        span_s = self._last_bytes_s - since_s
-        num_late_bytes = self._num_bytes - self._computed[1]
-        if (
-            num_late_bytes < LATE_FRACTION * self._num_bytes
-            or self._num_late_words < MIN_LATE_WORDS
-            or span_s < MIN_LINK_S
-        ):
-            return None
-        return _rate(self._num_bytes - num_bytes, span_s)
 
     @property
     def _tokens_left(self) -> int:

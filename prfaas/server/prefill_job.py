@@ -92,7 +92,7 @@ class PrefillJob(PageSource):
         self._loop = asyncio.get_running_loop()
         self._asked = asked
         self._tokens_done = table.hit_tokens
-        num_tokens = self._num_tokens = len(asked.request.prompt_tokens)
+        num_tokens = len(asked.request.prompt_tokens)
         self._unsent = set(places_to_send(layout, num_tokens, asked.have_tokens))
         self._unsent_snapshots = set(
             places_of_snapshots(layout, num_tokens, asked.have_tokens, asked.snapshot_tokens)
@@ -100,9 +100,6 @@ class PrefillJob(PageSource):
         """Not waited for at the end: those without room, or behind our own hit, are never made."""
         self._ready: deque[PagePlace] = deque()
         self._is_waking = False
-        self._has_begun = False
-        """The engine has made something of it."""
-        self._was_queued = False
         self._queue_hit()
 
     def _queue_hit(self) -> None:
@@ -128,34 +125,15 @@ class PrefillJob(PageSource):
             self._loop.call_soon_threadsafe(self._take_ready)
 
     def progress(self, num_tokens: int) -> None:
-        """Take note how far the prompt is; its end is told at once: what is left, the link paces."""
-        had_ended = self._tokens_done >= self._num_tokens
+        """Take note how far the prompt is."""
         self._tokens_done = num_tokens
-        if num_tokens >= self._num_tokens and not had_ended:
-            self._loop.call_soon_threadsafe(self._tell_progress, 0)
 
     # ------------------------------------------------------------ on the loop
 
     def _take_ready(self) -> None:
         self._is_waking = False  # first, so that a page that comes meanwhile wakes us again
-        if self._ready and not self._has_begun:
-            self._has_begun = True
-            if self._was_queued:
-                self._tell_progress(0)
         while self._ready:
             self._queue(self._ready.popleft())
-
-    def queued_behind(self, num_tokens: int) -> None:
-        """Tell of other prompts' tokens before ours, and when ours begin.
-
-        A receiver that hears of none takes the prompt to be under way.
-        """
-        if num_tokens > 0:
-            self._was_queued = True
-            self._tell_progress(num_tokens)
-
-    def _tell_progress(self, ahead: int) -> None:
-        self.transfer.put_urgent(FrameType.PROGRESS, encode_progress(self._tokens_done, ahead))
 
     async def run(self, stream: EngineStream, engine: EngineThread, *, lease_s: float) -> None:
         """Run the transfer to its end; then the prompt is aborted and the table's hold released."""
@@ -207,12 +185,10 @@ class PrefillJob(PageSource):
             if (beat := engine.heartbeat()) == seen:
                 continue
             seen = beat
-            ahead = 0
-            if not self._has_begun:
-                ahead = tokens_ahead(
-                    engine.load(),
-                    num_tokens=self._num_tokens,
-                    tokens_done=self._tokens_done,
-                    hit_tokens=self._table.hit_tokens,
-                )
-            self._tell_progress(ahead)
+            ahead = tokens_ahead(
+                engine.load(),
+                num_tokens=len(self._asked.request.prompt_tokens),
+                tokens_done=self._tokens_done,
+                hit_tokens=self._table.hit_tokens,
+            )
+            self.transfer.put_urgent(FrameType.PROGRESS, encode_progress(self._tokens_done, ahead))

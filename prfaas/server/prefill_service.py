@@ -300,7 +300,6 @@ class PrefillService:
     def _start_prefill(self, asked: TransferRequest, table: BlockTable) -> OutgoingTransfer:
         """Queue the prompt; the engine and the job each take a hold on the table."""
         job = PrefillJob(asked=asked, table=table, layout=self._cache.layout)
-        job.queued_behind(self._engine.load().num_waiting_tokens)
         table.retain()
         try:
             stream = self._engine.submit(

@@ -129,7 +129,7 @@ class Reception:
         record.tokens_reused = attempt.base_tokens
         record.tokens_remote = record.prompt_tokens - attempt.base_tokens
         record.exact = record.exact and attempt.is_exact
-        # Drawn behind the whole prompt: a PROGRESS that says so may come later, over another stream.
+        # Drawn behind the whole prompt: a PROGRESS that says so may never be sent.
         self.tokens_done, self.tokens_ahead = record.prompt_tokens, 0
         drawn_before = generation.drawn_tokens
         for event in events:

@@ -163,7 +163,6 @@ class RemotePrefiller:
             num_streamed_bytes=layout.streamed_bytes(num_tokens, have_tokens),
             local_estimate_s=attempt.local_estimate_s,
             stall_timeout_s=self._options.stall_timeout_s,
-            accepted_s=self._clock(),
         )
 
     def _judge(

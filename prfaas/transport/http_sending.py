@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 
 from aiohttp import web
 
@@ -67,8 +66,8 @@ async def _pieces(
             return None
         pieces.append(piece)
         num_bytes += piece.num_page_bytes
-        if transfer.codec != "raw" or not isinstance(item, PagePlace):
-            break  # the next one takes its time, or an urgent one would wait for it
+        if transfer.codec != "raw":
+            break  # the next one takes its time
     return pieces
 
 
@@ -83,17 +82,11 @@ async def _piece(
 
 async def _may_send(transfer: OutgoingTransfer, budget: EgressBudget, num_bytes: int) -> None:
     loop = asyncio.get_running_loop()
-    if not num_bytes:
-        return
-    ask = partial(budget.ask, transfer.transfer_id, num_bytes, deadline_s=transfer.deadline_s)
-    if wait_s := ask(now_s=loop.time()):
-        transfer.hold()
-        try:
-            while wait_s:
-                await asyncio.sleep(wait_s)
-                wait_s = ask(now_s=loop.time())
-        finally:
-            transfer.go_on()
+    if num_bytes:
+        while wait_s := budget.ask(  # noqa: ASYNC110  # it is told when
+            transfer.transfer_id, num_bytes, now_s=loop.time(), deadline_s=transfer.deadline_s
+        ):
+            await asyncio.sleep(wait_s)
 
 
 async def _write(

@@ -88,7 +88,6 @@ class OutgoingTransfer:
         self._epoch = 0
         self._num_unsealed = 0
         self._num_readers = 0
-        self._num_held = 0
         self._error: str | None = None
         self._progress_s: float | None = None
 
@@ -156,15 +155,6 @@ class OutgoingTransfer:
         """Take note that a driver reads none any more."""
         self._num_readers -= 1
         self._tell(self.on_end)
-
-    def hold(self) -> None:
-        """Let streams take urgent frames alone: one waits for the egress budget, and they would, too."""
-        self._num_held += 1
-
-    def go_on(self) -> None:
-        """Take note that the wait is over."""
-        self._num_held -= 1
-        self._tell(self.on_news)
 
     # ------------------------------------------------------------ streams come and go
 
@@ -263,8 +253,6 @@ class OutgoingTransfer:
             return Last() if self._error is not None or self.outcome == "completed" else None
         if self._urgent:
             return self._urgent.popleft()
-        if self._num_held:
-            return None
         if self._pages:
             has_credit = self._credit.try_spend(self.view(self._pages[0]).nbytes)
             return self._pages.popleft() if has_credit else None
@@ -283,8 +271,7 @@ class OutgoingTransfer:
         None if they are not next; `take` has what is.
         """
         has_ended = self._error is not None or self.outcome is not None
-        is_vain = has_ended or self._num_held or lane.is_over or lane.is_lost
-        if len(self._pages) < 2 or self._urgent or is_vain:
+        if len(self._pages) < 2 or self._urgent or has_ended or lane.is_over or lane.is_lost:
             return None
         places, views, num_bytes = [], [], 0
         limit = min(max_bytes, MAX_RUN_BYTES, self._credit.free_bytes)

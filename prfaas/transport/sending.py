@@ -289,8 +289,7 @@ class SendingStream:
                 raise _Gone
             pieces.append(piece)
             num_bytes += piece.num_page_bytes
-            # What is urgent waits for no page's leave to go.
-            if transfer.codec != "raw" or not isinstance(item, PagePlace):
+            if transfer.codec != "raw":
                 break
         return pieces
 
@@ -338,26 +337,15 @@ class SendingStream:
 
     async def _may_send(self, transfer: OutgoingTransfer, num_bytes: int) -> None:
         """Return once the egress budget has room for the bytes."""
-        wait_s = self._ask(transfer, num_bytes)
-        if not wait_s:
-            return
-        transfer.hold()
-        try:
-            while wait_s:
-                await asyncio.sleep(wait_s)
-                if self._has_left() or self._is_vain:
-                    raise _Gone
-                wait_s = self._ask(transfer, num_bytes)
-        finally:
-            transfer.go_on()
-
-    def _ask(self, transfer: OutgoingTransfer, num_bytes: int) -> float:
-        return self._budget.ask(
+        while wait_s := self._budget.ask(
             transfer.transfer_id,
             num_bytes,
             now_s=self._loop.time(),
             deadline_s=transfer.deadline_s,
-        )
+        ):
+            await asyncio.sleep(wait_s)
+            if self._has_left() or self._is_vain:
+                raise _Gone
 
     @property
     def _is_vain(self) -> bool:

@@ -171,9 +171,7 @@ def test_a_transfer_that_has_arrived_is_never_slow():
 
 def test_rates_leave_the_waiting_out():
     monitor = make()
-    assert monitor.rates(101.0) == TransferRates(
-        prefill_tokens_per_s=None, link_bytes_per_s=None, is_link_bound=False
-    )
+    assert monitor.rates(101.0) == TransferRates(prefill_tokens_per_s=None, link_bytes_per_s=None)
     feed(monitor, 105.0, 0, 0, ahead=500)
     feed(monitor, 110.0, 0, 0, ahead=0)
     feed(monitor, 112.0, 400, 1000)
