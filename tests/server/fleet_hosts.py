@@ -26,6 +26,7 @@ from prfaas.server.pd import PdNode, load_pd_node
 from prfaas.server.prefill import load_prefill_node
 from prfaas.server.scheduler import SchedulerNode, load_scheduler_node
 from prfaas.transport.options import TransportOptions
+from tests.accepting import accept_no_more
 from tests.relay import READ_BYTES, Relay, tag_bytes
 from tests.server.fleet import until
 from tests.server.http_face import parse_events, strict_json
@@ -209,6 +210,7 @@ async def _hosted(config: NodeConfig, relay: MortalRelay | None) -> AsyncIterato
                 yield Hosted(node, port, relay)
             finally:
                 await node.close()
+                await accept_no_more(listener._server)
 
 
 @contextlib.asynccontextmanager

@@ -30,6 +30,7 @@ from prfaas.transport.address import PeerAddress
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.fleet_messages import FLEET_PREFIX
 from prfaas.transport.security import ChannelSecurity
+from tests.accepting import accept_no_more
 from tests.server.fake_node import TOKENIZER
 from tests.server.fleet import request
 from tests.server.fleet_nodes import PATIENT, TEMPLATE, ScriptedNode
@@ -103,6 +104,7 @@ async def scheduler_face(
                     await each.close()
                 await client.close()
                 await node.close()
+                await accept_no_more(listener._server)
 
 
 def text_of(events: list[Any]) -> str:
