@@ -13,8 +13,8 @@ from prfaas.cache.spec import bytes_of_page, held_blocks, needed_blocks
 from prfaas.engine.submission import EngineLoad
 from prfaas.errors import BadRequest, IncompatiblePeer, Overloaded
 from prfaas.server.places import places_to_send
-from prfaas.server.prefill_service import MAX_CANCELLED
 from prfaas.server.prefill_job import tokens_ahead
+from prfaas.server.prefill_service import MAX_CANCELLED
 from prfaas.transport.address import PeerAddress
 from prfaas.transport.client import PeerClient
 from prfaas.transport.messages import TransferAccepted, TransferRequest, TransferTotals
