@@ -90,6 +90,10 @@ class KnownStore(PageStore):
         for key in keys:
             self.where.get(key)
 
+    def take_removed(self) -> Sequence[PageKey]:
+        """Return nothing: whatever was put stays."""
+        return ()
+
     def stats(self) -> StoreStats:
         """Not asked for here."""
         raise NotImplementedError
