@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -93,7 +92,7 @@ def run(options: argparse.Namespace) -> None:
             while True:
                 prefill.check_running()
                 pd.check_running()
-                time.sleep(1)
+                ENDING.wait(1)
 
 
 def fetch_model(model: str) -> None:

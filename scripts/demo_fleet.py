@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scripts.demo_nodes import (
+    ENDING,
     HOST,
     DemoError,
     NodeProcess,
@@ -88,7 +89,7 @@ def run_fleet(options: argparse.Namespace) -> None:
             results.print(f"\nServing on {running.scheduler.url} until Ctrl-C.")
             while True:
                 running.scheduler.check_running()
-                time.sleep(1)
+                ENDING.wait(1)
 
 
 @contextmanager

@@ -79,7 +79,10 @@ class Ending:
         self._received: int | None = None
 
     def receive(self, signal_number: int, _frame: FrameType | None) -> None:
-        """End the demo now, or at the end of `held`."""
+        """End the demo now, at the end of `held`, or where it next waits.
+
+        What is raised while Python runs a finalizer is lost: `check` is for that.
+        """
         self._received = signal_number
         if not self._is_held:
             self._end()
@@ -92,8 +95,17 @@ class Ending:
             yield
         finally:
             self._is_held = False
+        self.check()
+
+    def check(self) -> None:
+        """End the demo if a signal has come."""
         if self._received is not None:
             self._end()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, unless a signal has come or comes."""
+        self.check()
+        time.sleep(seconds)
 
     def _end(self) -> NoReturn:
         if self._received in {None, signal.SIGINT}:
@@ -188,7 +200,7 @@ def wait_ready(waiting: Sequence[NodeProcess], *, needs_peers: bool) -> None:
                 raise DemoError(
                     f"not ready after {READY_TIMEOUT_S} s; logs: {waiting[0].log.parent}"
                 )
-            time.sleep(0.2)
+            ENDING.wait(0.2)
 
 
 def served_model(node: NodeProcess) -> str:

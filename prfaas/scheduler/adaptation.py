@@ -13,7 +13,14 @@ from prfaas.scheduler.curves import Curve, LinearCurve, PolynomialCurve, scaled
 from prfaas.scheduler.lengths import Lengths, of_sample
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.scheduler.planner import best_cut
-from prfaas.scheduler.profile import DecodeProfile, Link, Prior, Profile, Workload
+from prfaas.scheduler.profile import (
+    WIDE_BYTES_PER_S,
+    DecodeProfile,
+    Link,
+    Prior,
+    Profile,
+    Workload,
+)
 from prfaas.scheduler.throughput import Shape, ThroughputModel
 from prfaas.scheduler.view import known_rate
 
@@ -25,8 +32,6 @@ MIN_MOVE_FRACTION = 0.25
 """Of t, that another t has to be away to be taken."""
 EWMA_WEIGHT = 0.3
 """Of what the newest look sees."""
-WIDE_BYTES_PER_S = 1e15
-"""A link that nothing has waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

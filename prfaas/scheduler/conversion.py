@@ -15,7 +15,7 @@ from prfaas.scheduler.heartbeat import Mode
 from prfaas.scheduler.lengths import Lengths
 from prfaas.scheduler.placing import KvBytes
 from prfaas.scheduler.planner import Kind
-from prfaas.scheduler.profile import DecodeProfile, Link, Profile, Workload
+from prfaas.scheduler.profile import WIDE_BYTES_PER_S, DecodeProfile, Link, Profile, Workload
 from prfaas.scheduler.rebalancer import RebalanceOptions, Rebalancer
 from prfaas.scheduler.standing import Standing
 from prfaas.scheduler.throughput import Shape, ThroughputModel
@@ -46,7 +46,7 @@ class Observed:
     num_prfaas: int = 0
     prfaas_tokens_per_s: float | None = None
     link_bytes_per_s: float | None = None
-    """From all PrfaaS nodes to the cluster, together."""
+    """From all PrfaaS nodes to the cluster, together; None: no transfer has waited for it."""
     egress_target: float = 1.0
     """The share of the link that planned KVCache may fill."""
     first_token_bytes: float = 0.0
@@ -224,11 +224,12 @@ def _model(observed: Observed) -> ThroughputModel | None:
     local = _profile("pd", observed, rate, step_s)
     prfaas, link = None, None
     if observed.num_prfaas:
-        if observed.prfaas_tokens_per_s is None or observed.link_bytes_per_s is None:
+        if observed.prfaas_tokens_per_s is None:
             return None
         prfaas = _profile("prfaas", observed, observed.prfaas_tokens_per_s, step_s)
         link = Link(
-            bytes_per_s=observed.link_bytes_per_s, max_egress_fraction=observed.egress_target
+            bytes_per_s=observed.link_bytes_per_s or WIDE_BYTES_PER_S,
+            max_egress_fraction=observed.egress_target,
         )
     return ThroughputModel(
         # The prompts are the rebalancer's.

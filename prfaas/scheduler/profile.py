@@ -40,6 +40,10 @@ class Cost:
     provenance: Provenance
 
 
+WIDE_BYTES_PER_S = 1e15
+"""A link that no transfer has waited for: nothing is known of it but that it was no limit."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """The way from the PrfaaS cluster to the local one."""

@@ -119,7 +119,6 @@ def test_nodes_that_do_both_are_left_alone():
         observed(prefill_tokens_per_s=None),
         observed(decode_step_s=None),
         observed(num_prfaas=1),
-        observed(num_prfaas=1, prfaas_tokens_per_s=40_000.0),
     ],
 )
 def test_nothing_is_converted_by_what_nobody_has_observed(seen):
@@ -153,6 +152,17 @@ def test_with_prfaas_nodes_t_is_solved_for_the_roles_as_they_are():
     slower = cluster.converter.threshold_tokens
     assert slower is not None
     assert slower > 1.3 * threshold, "half of a link, longer prompts over it"
+
+
+def test_a_link_that_no_transfer_has_waited_for_is_no_limit():
+    cluster, unknown = Cluster("pd"), Cluster("pd")
+    for tokens in range(100, 20_100, 200):
+        cluster.converter.saw(tokens, 100)
+        unknown.converter.saw(tokens, 100)
+    cluster.look(0.0, observed(num_prfaas=2, prfaas_tokens_per_s=40_000.0, link_bytes_per_s=1e12))
+    unknown.look(0.0, observed(num_prfaas=2, prfaas_tokens_per_s=40_000.0, link_bytes_per_s=None))
+    assert unknown.converter.threshold_tokens is not None
+    assert unknown.converter.threshold_tokens == cluster.converter.threshold_tokens
 
 
 def test_the_next_change_waits_for_the_node_or_gives_it_up():
