@@ -133,6 +133,13 @@ FLEET_SETTINGS: tuple[Setting, ...] = (
         roles=API,
     ),
     setting(
+        "scheduler.placement_timeout_s",
+        "How long a request waits while no node can take it, but one may be back: silent, loading, converting.",
+        minimum=0,
+        maximum=3600,
+        roles=("scheduler",),
+    ),
+    setting(
         "fleet.scheduler",
         "host:port of the scheduler of the fleet that this node joins. Default: none.",
         roles=NODES,

@@ -146,6 +146,11 @@ class Fleet:
         """Return whether a node is in the fleet, dead or alive."""
         return name in self._nodes
 
+    def can_decode(self, name: str, now_s: float) -> bool:
+        """Return whether a node would be given requests now, if there were no better one."""
+        node = self._nodes.get(name)
+        return node is not None and node.can_decode and node.refusal(now_s) is None
+
     def members(self, now_s: float) -> tuple[Member, ...]:
         """Return all nodes, by name."""
         return tuple(

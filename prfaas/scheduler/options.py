@@ -26,6 +26,8 @@ class SchedulerOptions:
     """Between two changes of a role, or of an engine's share, at least."""
     rebalance_prompts: int = 2_000
     """The last ones are what it solves for."""
+    placement_timeout_s: float = 30.0
+    """A scheduler keeps a request for so long while no node can take it but one may be back."""
 
     @property
     def policy_in_force(self) -> PolicyName:

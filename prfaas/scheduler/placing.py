@@ -128,6 +128,8 @@ class NoNode:
 
     reason: NoNodeReason
     retry_after_s: float
+    may_pass: bool = False
+    """There is a node that may take it soon, without anybody's doing: it is worth a wait."""
 
 
 class Source(NamedTuple):
@@ -303,6 +305,23 @@ def decode_refusal(wanted: Wanted, node: Standing, now_s: float) -> NoNodeReason
     return refusal
 
 
+def may_return(wanted: Wanted, node: Standing, now_s: float) -> bool:
+    """Return whether a node that is of no use now may yet decode the request.
+
+    One that is silent or failed may be heard again, one that loads be ready, one that prefills be given the
+    other mode. One that drains goes for good, and one that has no room has said when to come again.
+    """
+    is_fit = wanted.numerics is None or node.numerics == wanted.numerics
+    is_pd = node.heartbeat.role == "pd"
+    return (
+        is_pd
+        and is_fit
+        and node.name not in wanted.excluded
+        and not node.heartbeat.is_draining
+        and node.refusal(now_s) != "refusing"
+    )
+
+
 def prefill_refusal(wanted: Wanted, node: Standing, now_s: float) -> NoNodeReason | None:
     """Return why KV of a node cannot go into the answer, or it cannot be asked for any now; None if it can."""
     if wanted.numerics is not None and node.numerics != wanted.numerics:
@@ -318,7 +337,11 @@ def no_node(wanted: Wanted, standings: Iterable[Standing], now_s: float) -> NoNo
     met = {reason for reason, _ in reasons}
     reason: NoNodeReason = next((each for each in REFUSALS if each in met), "no_node")
     waits = [node.retry_after_s(now_s) for each, node in reasons if each == reason]
-    return NoNode(reason=reason, retry_after_s=max(MIN_RETRY_S, min(waits, default=0.0)))
+    return NoNode(
+        reason=reason,
+        retry_after_s=max(MIN_RETRY_S, min(waits, default=0.0)),
+        may_pass=any(may_return(wanted, node, now_s) for node in standings),
+    )
 
 
 def _reason(wanted: Wanted, best: Standing, nodes: list[Standing]) -> DecodeReason:

@@ -4,6 +4,7 @@ The first node decides what the fleet computes, until no node is left; another o
 else is refused. Where a node is placed, whom it is told to know and which mode it takes is `Fleet`'s.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -51,6 +52,8 @@ class FleetDriver:
         self.identity: Identity | None = None
         """What the fleet computes; None while there is no node."""
         self.layout: CacheLayout | None = None
+        self.change = asyncio.Event()
+        """Set, and replaced by the next one, once a node can decode again or has gone."""
         self.num_conversions = 0
         """Modes that nodes were asked to take."""
         self._prefixes: FleetPrefixes | None = None
@@ -82,6 +85,8 @@ class FleetDriver:
                 f"node {beat.node} is not taken into the fleet", retry_after_s=PERIOD_S
             )
         self._said[beat.node] = message
+        if self.fleet.can_decode(beat.node, self._clock()):
+            self._changed()
         self._refused.discard(beat.node)
         prefixes = self._join(message)
         if not was_known:
@@ -144,17 +149,17 @@ class FleetDriver:
 
     @property
     def is_ready(self) -> tuple[bool, str]:
-        """(False, why) while no ready node can decode."""
-        decoders = [
-            member
-            for member in self.fleet.members(self._clock())
-            if member.heartbeat.role == "pd" and member.heartbeat.mode != "prefill"
-        ]
-        if any(member.state in ("ready", "late", "refusing") for member in decoders):
-            return True, ""
-        if not decoders:
+        """(False, why) while no node can decode, and none may soon: then requests are not let in."""
+        pd = [node for node in self.fleet.members(self._clock()) if node.heartbeat.role == "pd"]
+        if not pd:
             return False, "no pd node has joined"
-        return False, f"none of {len(decoders)} pd nodes is ready"
+        if all(node.heartbeat.is_draining for node in pd):
+            return False, f"all of {len(pd)} pd nodes drain"
+        return True, ""
+
+    def _changed(self) -> None:
+        self.change.set()
+        self.change = asyncio.Event()
 
     def said(self, node: str) -> HeartbeatMessage | None:
         """Return the latest word of a node, None if it is unknown."""
@@ -218,6 +223,7 @@ class FleetDriver:
     async def _forget(self, node: str) -> None:
         self._said.pop(node, None)
         self._on_forgotten(node)
+        self._changed()
         if self._said:
             if self._prefixes is not None:
                 await self._prefixes.forget(node)

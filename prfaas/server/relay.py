@@ -3,10 +3,13 @@
 Nothing is asked of two nodes at once, and what the client has got is never drawn again: the next node
 gets the prompt with all tokens drawn so far, within the numerics that drew them, and goes on behind
 them. A node fails if its connection breaks, an answer ends without its last line, or nothing comes for
-`stall_timeout_s`: a node that works says so in between.
+`stall_timeout_s`: a node that works says so in between. While no node can take the request but one may be
+back, it waits: a dead node costs time, never an answer.
 """
 
-from collections.abc import Callable, Coroutine
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, assert_never, cast, get_args
 
 from prfaas.clock import Clock
@@ -20,7 +23,7 @@ from prfaas.errors import (
     TransferError,
 )
 from prfaas.log import get_logger
-from prfaas.scheduler.placing import NoNode, Placement
+from prfaas.scheduler.placing import MIN_RETRY_S, NoNode, Placement
 from prfaas.scheduler.router import Outcome
 from prfaas.server.fleet_driver import FleetDriver
 from prfaas.server.fleet_prefixes import PromptKeys
@@ -59,6 +62,7 @@ class Relay:
     Args:
         spawn: puts work that outlives a line into the scheduler's tasks.
         silence_s: a node that says nothing for this long has failed.
+        patience_s: so long it waits for a node.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Relay:
         clock: Clock,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         silence_s: float,
+        patience_s: float,
         force_route: RouteName | None,
         return_logits: bool,
     ) -> None:
@@ -80,6 +85,7 @@ class Relay:
         self._clock = clock
         self._spawn = spawn
         self._silence_s = silence_s
+        self._patience_s = patience_s
         self._force_route = force_route
         self._return_logits = return_logits
         self._open = set(range(self._request.num_choices))
@@ -91,6 +97,9 @@ class Relay:
         self._has_answered = False
         """The node of this try has drawn something."""
         self._excluded: set[str] = set()
+        """Nodes that were tried, while there are others."""
+        self._unable: set[str] = set()
+        """Those that said themselves that they failed with this request."""
         self._num_failures = 0
         self._failure: PrfaasError | None = None
         self._route_outcome: Outcome | None = None
@@ -108,7 +117,28 @@ class Relay:
             self._generation.record.retries += 1
 
     async def _place(self, keys: PromptKeys) -> Placement:
-        hits = await self._driver.hits(keys)
+        """Return where the request goes now, or as soon as there is a node for it."""
+        if self._num_failures >= MAX_FAILURES:
+            raise EngineError(f"{self._num_failures} nodes failed with this request")
+        until_s = self._clock() + self._patience_s
+        while True:
+            hits = await self._driver.hits(keys)
+            placed = self._placed(hits)
+            if isinstance(placed, NoNode) and self._excluded != self._unable:
+                self._excluded = set(self._unable)  # those that were tried may be well again
+                placed = self._placed(hits)
+            if isinstance(placed, Placement):
+                return self._noted(placed, hits)
+            left_s = until_s - self._clock()
+            if not placed.may_pass or left_s <= 0:
+                raise self._unplaced(placed)
+            log.debug("request.waiting", reason=placed.reason)
+            change = self._driver.change
+            with contextlib.suppress(TimeoutError):  # the last look says why
+                async with asyncio.timeout(left_s):
+                    await change.wait()
+
+    def _placed(self, hits: Mapping[str, int]) -> Placement | NoNode:
         wanted = self._driver.wanted(
             self._request,
             hits,
@@ -117,11 +147,10 @@ class Relay:
             numerics=self._numerics,
             excluded=frozenset(self._excluded),
         )
-        if self._num_failures >= MAX_FAILURES:
-            raise EngineError(f"{self._num_failures} nodes failed with this request")
-        placed = self._driver.fleet.place(self._request.request_id, wanted, self._clock())
-        if isinstance(placed, NoNode):
-            raise self._unplaced(placed)
+        return self._driver.fleet.place(self._request.request_id, wanted, self._clock())
+
+    def _noted(self, placed: Placement, hits: Mapping[str, int]) -> Placement:
+        """Return a placement that the record tells of."""
         record = self._generation.record
         record.node, record.node_reason = placed.decode_at, placed.decode_reason
         if not record.retries:
@@ -155,7 +184,7 @@ class Relay:
         """Return whether the node brought the answer to its end; if not, why is in `_failure`."""
         node = placement.decode_at
         outcome: fleet.Ended = "cancelled"
-        retry_after_s = 1.0
+        retry_after_s = MIN_RETRY_S
         self._route_outcome = None
         self._has_answered = False
         try:
@@ -166,11 +195,13 @@ class Relay:
         except PromptRefused as error:
             raise BadRequest(str(error)) from error
         except Overloaded as error:
-            outcome, retry_after_s = "refused", error.retry_after_s
+            outcome, retry_after_s = "refused", max(MIN_RETRY_S, error.retry_after_s)
             self._failed(node, error)
         except (EngineError, TransferError) as error:
             if self._last is None:
                 outcome = "failed"
+                if isinstance(error, EngineError):
+                    self._unable.add(node)
                 self._num_failures += 1
                 self._failed(node, error)
             else:  # all tokens have come, only the node's last word has not

@@ -114,7 +114,7 @@ class SchedulerNode:
 
     @property
     def is_ready(self) -> tuple[bool, str]:
-        """(False, why) while no node of the fleet can decode."""
+        """(False, why) while no node of the fleet can decode, and none may soon."""
         return self.driver.is_ready
 
     def load(self) -> NodeLoad:
@@ -199,6 +199,7 @@ class SchedulerNode:
             clock=self._clock,
             spawn=self._spawn,
             silence_s=self._options.stall_timeout_s,
+            patience_s=self._scheduler.placement_timeout_s,
             force_route=force_route,
             return_logits=return_logits,
         )

@@ -343,19 +343,24 @@ def test_a_continued_answer_stays_with_the_numerics_it_began_in():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "wanted", "reason"),
+    ("nodes", "wanted", "reason", "may_pass"),
     [
-        ([], want(), "no_node"),
-        ([prefill_beat("p:1")], want(), "no_node"),
-        ([beat("a:1")], want(excluded=frozenset({"a:1"})), "excluded"),
-        ([beat("a:1"), beat("b:1", is_draining=True)], want(excluded=frozenset({"a:1"})), "draining"),
-        ([beat("a:1", is_draining=True), beat("b:1", is_ready=False)], want(), "not_ready"),
+        ([], want(), "no_node", False),
+        ([prefill_beat("p:1")], want(), "no_node", False),
+        ([beat("a:1", mode="prefill")], want(), "no_node", True),
+        ([beat("a:1")], want(excluded=frozenset({"a:1"})), "excluded", False),
+        ([beat("a:1")], want(numerics="other"), "numerics", False),
+        ([beat("a:1"), beat("b:1", is_draining=True)], want(excluded=frozenset({"a:1"})), "draining", False),
+        ([beat("a:1", is_draining=True), beat("b:1", is_ready=False)], want(), "not_ready", True),
     ],
 )  # fmt: skip
-def test_no_node_says_why_by_the_one_that_is_nearest_to_being_of_use(nodes, wanted, reason):
+def test_no_node_says_why_by_the_one_that_is_nearest_to_being_of_use_and_whether_one_may_be(
+    nodes, wanted, reason, may_pass
+):
     fleet = fleet_of(*nodes)
     assert refused(fleet, wanted) == reason
-    assert fleet.explain(wanted, 0.0).answer == NoNode(reason=reason, retry_after_s=1.0)
+    nobody = NoNode(reason=reason, retry_after_s=1.0, may_pass=may_pass)
+    assert fleet.explain(wanted, 0.0).answer == nobody
 
 
 @pytest.mark.parametrize("value", [0, -1, HUGE**3, nan, inf, -inf])

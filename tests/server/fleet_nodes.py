@@ -240,13 +240,15 @@ class ScriptedNode:
 class SchedulerHost:
     """A scheduler on a port."""
 
-    def __init__(self, key: ClusterKey | None, options: TransportOptions) -> None:
+    def __init__(
+        self, key: ClusterKey | None, options: TransportOptions, patience_s: float
+    ) -> None:
         self.key = key
         self.node = SchedulerNode(
             tokenizer=TOKENIZER,
             chat_template=TEMPLATE,
             options=options,
-            scheduler=SchedulerOptions(),
+            scheduler=SchedulerOptions(placement_timeout_s=patience_s),
             clock=monotonic_s,
             security=ChannelSecurity(cluster_key=key),
         )
@@ -317,11 +319,15 @@ async def scripted_fleet(
     key: ClusterKey | None = None,
     options: TransportOptions = PATIENT,
     numerics: Sequence[str] = (),
+    patience_s: float = 0.0,
 ) -> AsyncIterator[ScriptedFleet]:
-    """Run a scheduler and nodes that have said once that they are there."""
+    """Run a scheduler and nodes that have said once that they are there.
+
+    Requests for which there is no node wait `patience_s` for one that may be back.
+    """
     names = [*numerics, *["exact"] * num_nodes][:num_nodes]
     nodes = [ScriptedNode(key=key, numerics=name) for name in names]
-    host = SchedulerHost(key, options)
+    host = SchedulerHost(key, options, patience_s)
     async with asyncio.TaskGroup() as tasks:
         await host.start(tasks)
         fleet = ScriptedFleet(host, nodes)

@@ -181,13 +181,15 @@ async def test_a_node_that_leaves_or_falls_silent_is_forgotten_with_its_prefixes
         assert (driver.identity, driver.num_keys, await hits(made)) == (None, 0, {})
 
 
-async def test_a_silent_node_is_not_ready_long_before_it_is_forgotten():
+async def test_requests_are_let_in_while_a_node_may_take_them_or_be_back():
     async with world() as made:
         await made.driver.heard(message(A))
         made.now_s += 6
-        is_ready, reason = made.driver.is_ready
-        assert (is_ready, reason) == (False, "none of 1 pd nodes is ready")
-        await made.driver.heard(message(A))
+        assert made.driver.is_ready == (True, ""), "it is dead, and may be back"
+        beat = replace(message(A).heartbeat, is_draining=True)
+        await made.driver.heard(message(A, heartbeat=beat))
+        assert made.driver.is_ready == (False, "all of 1 pd nodes drain")
+        await made.driver.heard(message(B))
         assert made.driver.is_ready == (True, "")
 
 

@@ -1,18 +1,18 @@
 """A request is relayed whole, and a node that fails in any way costs time, never a token."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from prfaas.errors import BadRequest, EngineError, IncompatiblePeer, Overloaded
+from prfaas.errors import BadRequest, EngineError, IncompatiblePeer, Overloaded, PrfaasError
 from prfaas.scheduler.placing import Placement
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.fleet_messages import Ended, Refused
 from prfaas.types import Request, RequestRecord
-from tests.server.fleet import request, until
+from tests.server.fleet import Answer, request, until
 from tests.server.fleet_nodes import (
     PATIENT,
     ScriptedFleet,
@@ -48,6 +48,19 @@ async def test_an_answer_is_relayed_and_tells_its_story(key):
             assert answer.record.retries == 0
             assert answer.record.tokens_local == len(asked.prompt_tokens)
             assert answer.record.reason
+
+
+def state(fleet: ScriptedFleet) -> str:
+    (member,) = fleet.scheduler.members()
+    return member.state
+
+
+async def ended_with(answer: Awaitable[Answer]) -> PrfaasError | None:
+    try:
+        await answer
+    except PrfaasError as error:
+        return error
+    return None
 
 
 async def collect(fleet: ScriptedFleet, asked: Request, got: list[int]) -> None:
@@ -204,6 +217,90 @@ async def test_with_no_node_the_request_may_come_back_later():
     async with scripted_fleet(0) as fleet:
         with pytest.raises(Overloaded):
             await fleet.host.ask(request())
+
+
+@pytest.mark.parametrize("position", [0, 3], ids=["before it began", "midway"])
+async def test_an_answer_waits_for_its_only_node_to_be_heard_again(position):
+    async with scripted_fleet(1, patience_s=60.0) as fleet:
+        (node,) = fleet.nodes
+        node.die_at = position
+        asked = request(max_tokens=MAX_TOKENS)
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(fleet.host.ask(asked))
+            await until(lambda: state(fleet) == "suspected")
+            also = tasks.create_task(fleet.host.ask(request(max_tokens=MAX_TOKENS)))
+            await asyncio.sleep(0.05)
+            assert not also.done()
+            assert fleet.scheduler.is_ready == (True, ""), "requests are let in"
+            node.heal()
+            await fleet.beat(node)
+        assert answer.result().tokens == expected(asked)
+        assert answer.result().record.retries == 1
+        assert also.result().record.retries == 0
+        assert [len(asked.drawn_tokens) for asked in node.asked[:2]] == [0, 1 if position else 0]
+
+
+@pytest.mark.parametrize(
+    "beat", [{"is_ready": False}, {"mode": "prefill"}], ids=["not ready", "prefills"]
+)
+async def test_a_request_waits_for_a_node_that_may_yet_decode(beat):
+    async with scripted_fleet(1, patience_s=60.0) as fleet:
+        (node,) = fleet.nodes
+        await fleet.beat(node, **beat)
+        asked = request(max_tokens=MAX_TOKENS)
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(fleet.host.ask(asked))
+            await asyncio.sleep(0.05)
+            await fleet.beat(node, **beat)
+            await asyncio.sleep(0.05)
+            assert not answer.done()
+            await fleet.beat(node)
+        assert answer.result().tokens == expected(asked)
+
+
+async def test_a_request_waits_no_longer_than_there_is_hope():
+    async with scripted_fleet(2, patience_s=60.0) as fleet:
+        for node in fleet.nodes:
+            await fleet.beat(node, is_ready=False)
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(ended_with(fleet.host.ask(request())))
+            first, second = fleet.nodes
+            await fleet.leave(first)
+            await asyncio.sleep(0.05)
+            assert not answer.done()
+            await fleet.leave(second)
+        assert isinstance(answer.result(), Overloaded)
+        await fleet.beat(first, is_draining=True)
+        assert isinstance(await ended_with(fleet.host.ask(request())), Overloaded)
+
+
+async def test_a_request_waits_no_longer_than_it_may():
+    async with scripted_fleet(1, patience_s=0.1) as fleet:
+        (node,) = fleet.nodes
+        await fleet.beat(node, is_ready=False)
+        error = await ended_with(fleet.host.ask(request()))
+        assert isinstance(error, Overloaded)
+        assert error.retry_after_s >= 1
+        assert "not_ready" in str(error)
+
+
+async def test_a_client_that_leaves_while_it_waits_is_waited_for_no_longer():
+    async with scripted_fleet(1, patience_s=60.0) as fleet:
+        (node,) = fleet.nodes
+        await fleet.beat(node, is_ready=False)
+        async with fleet.scheduler.generate(request()):
+            await asyncio.sleep(0.05)
+        await fleet.at_rest()
+        await fleet.beat(node)
+        assert node.asked == []
+
+
+async def test_a_node_that_says_itself_that_it_failed_is_not_asked_again():
+    async with scripted_fleet(1, patience_s=60.0) as fleet:
+        (node,) = fleet.nodes
+        node.say_at = (0, Refused(kind="engine_error", message="crash"))
+        assert isinstance(await ended_with(fleet.host.ask(request())), EngineError)
+        assert len(node.asked) == 1
 
 
 async def test_a_client_that_leaves_ends_the_work_everywhere():

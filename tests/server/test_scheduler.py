@@ -76,7 +76,7 @@ async def scheduler_face(
         tokenizer=TOKENIZER,
         chat_template=TEMPLATE,
         options=PATIENT,
-        scheduler=SchedulerOptions(),
+        scheduler=SchedulerOptions(placement_timeout_s=0.0),
         clock=monotonic_s,
         security=security,
     )
