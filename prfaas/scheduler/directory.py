@@ -2,12 +2,13 @@
 
 Soft state, told by the nodes. Each numbers what it says within an epoch, the life of its cache; what is
 missing is noticed by its number, and a snapshot makes it good. Until then, and whenever a node is late
-to say what left, a lookup promises too much or too little: it is a prediction, never a lease.
+to say what left, a lookup promises too much or too little: it is a prediction, never a lease. What a node
+is about to have can be entered before it says so, and is taken back unless it does.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
 
 from prfaas.scheduler.key_index import Found, KeyIndex
 
@@ -47,12 +48,36 @@ class Snapshot:
     places: tuple[bytes, ...] = ()
 
 
+class _Expected(dict[bytes, bool]):
+    """Keys that a node is credited with and has not told of -> whether it has said anything since."""
+
+    def told(self, *keys: Sequence[bytes]) -> None:
+        """Expect no more of keys of which the node has spoken."""
+        if self:
+            for key in chain(*keys):
+                self.pop(key, None)
+
+    def enter(self, node: int, keys: Sequence[bytes], index: KeyIndex) -> None:
+        """Credit a node with keys, as far as it has not told of them."""
+        self.update(dict.fromkeys(index.lacking(node, keys), False))
+        index.add(node, keys)
+
+    def settle(self, node: int, index: KeyIndex) -> None:
+        """Take back what the node has passed over twice: what it said first may have been under way."""
+        overdue = [key for key, is_old in self.items() if is_old]
+        index.remove(node, overdue)
+        self.told(overdue)
+        self.update(dict.fromkeys(self, True))
+
+
 @dataclass(slots=True)
 class _Node:
     bit: int
     epoch: int
     sequence: int = 0
     is_whole: bool = True
+    expected: _Expected = field(default_factory=_Expected)
+    expected_places: _Expected = field(default_factory=_Expected)
 
 
 class Directory:
@@ -103,6 +128,8 @@ class Directory:
         if event.sequence != node.sequence + 1:
             node.is_whole = False
         node.sequence = event.sequence
+        node.expected.told(event.removed, event.added)
+        node.expected_places.told(event.places_removed, event.places_added)
         self._blocks.remove(node.bit, event.removed)
         self._blocks.add(node.bit, event.added)
         if self._places is not None:
@@ -119,7 +146,28 @@ class Directory:
         if self._places is not None:
             self._places.replace(node.bit, snapshot.places)
         node.sequence, node.is_whole = snapshot.sequence, True
+        node.expected.clear()
+        node.expected_places.clear()
         return True
+
+    def expect(self, name: str, keys: Sequence[bytes]) -> None:
+        """Credit a node with a prefix that it is about to tell of; of one that has said nothing, do not.
+
+        `keys` are the prefix's, in order, and it can be continued behind the last one.
+        """
+        node = self._nodes.get(name)
+        if node is not None and keys:
+            node.expected.enter(node.bit, keys, self._blocks)
+            if self._places is not None:
+                node.expected_places.enter(node.bit, keys[-1:], self._places)
+
+    def settle(self, name: str) -> None:
+        """Take back what a node was credited with that it has not told of; to be called with each word of it."""
+        node = self._nodes.get(name)
+        if node is not None:
+            node.expected.settle(node.bit, self._blocks)
+            if self._places is not None:
+                node.expected_places.settle(node.bit, self._places)
 
     def needs_snapshot(self, name: str) -> bool:
         """Return whether something that the node said is missing; a node unknown here has said nothing."""
@@ -211,6 +259,8 @@ class Directory:
         return len(self._names) - 1
 
     def _clear(self, node: _Node) -> None:
+        node.expected.clear()
+        node.expected_places.clear()
         self._blocks.clear(node.bit)
         if self._places is not None:
             self._places.clear(node.bit)

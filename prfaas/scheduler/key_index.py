@@ -43,6 +43,11 @@ class KeyIndex:
             nodes = bits.get(key, 0) | bit
             bits[key] = shared(nodes, nodes)
 
+    def lacking(self, node: int, keys: Sequence[bytes]) -> list[bytes]:
+        """Return those of the keys that a node is not credited with."""
+        held = self._keys.get(node, {})
+        return [key for key in keys if key not in held]
+
     def remove(self, node: int, keys: Iterable[bytes]) -> None:
         """Take keys from a node; those that it does not have are gone already."""
         bits, bit, held = self._bits, 1 << node, self._keys.get(node, {})

@@ -5,7 +5,7 @@ else is refused. Where a node is placed, whom it is told to know and which mode 
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -207,6 +207,15 @@ class FleetDriver:
     async def hits(self, keys: PromptKeys) -> dict[str, int]:
         """Return how many leading tokens of a prompt each node is believed to have."""
         return {} if self._prefixes is None else await self._prefixes.hits(keys)
+
+    async def expect(self, nodes: Iterable[str], request: Request, keys: PromptKeys) -> None:
+        """Take note that nodes have the prompt in their caches now; the keys are those of `keys`."""
+        for node in nodes:
+            said = self._said.get(node)
+            if said is None or self._prefixes is None:
+                continue
+            of_node = keys.get(said.identity.numerics_fingerprint, ())
+            await self._prefixes.expect(node, of_node, len(request.prompt_tokens))
 
     # ------------------------------------------------------------ its life
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from prfaas.cache.changes import CacheSnapshot, Changes
 from prfaas.cache.hashing import block_keys, root_key
-from prfaas.cache.spec import CacheLayout, FullSpec
+from prfaas.cache.spec import CacheLayout, FullSpec, replay_boundary
 from prfaas.scheduler.directory import BlockEvent, Directory, Snapshot
 from prfaas.server.key_thread import INLINE_TOKENS
 from prfaas.transport.handshake import Identity
@@ -80,6 +80,7 @@ class FleetPrefixes:
                         places_removed=changes.places_removed,
                     )
                 )
+            self._directory.settle(node)
             return node not in self._lives or self._directory.needs_snapshot(node)
 
     async def _replace(self, node: str, snapshot: CacheSnapshot) -> None:
@@ -94,6 +95,16 @@ class FleetPrefixes:
             self._directory.replace(said)
         else:
             await self._run(self._directory.replace, said)
+
+    async def expect(self, node: str, keys: Sequence[bytes], num_tokens: int) -> None:
+        """Credit a node with a prompt that it has just computed or received; it says soon whether it kept it."""
+        num_blocks = replay_boundary(num_tokens, self._layout.block_tokens)
+        prefix = keys[: num_blocks // self._layout.block_tokens]
+        async with self._lock:
+            if len(prefix) <= INLINE_KEYS:
+                self._directory.expect(node, prefix)
+            else:
+                await self._run(self._directory.expect, node, prefix)
 
     async def forget(self, node: str) -> None:
         """Drop a node that is gone, with all it had."""

@@ -26,7 +26,6 @@ from prfaas.log import get_logger
 from prfaas.scheduler.placing import MIN_RETRY_S, NoNode, Placement
 from prfaas.scheduler.router import Outcome
 from prfaas.server.fleet_driver import FleetDriver
-from prfaas.server.fleet_prefixes import PromptKeys
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.node_links import NodeLinks
 from prfaas.transport.fleet_messages import (
@@ -49,6 +48,7 @@ from prfaas.types import RequestRecord, RouteName, TokenEvent
 
 if TYPE_CHECKING:
     from prfaas.scheduler import fleet
+    from prfaas.server.fleet_prefixes import PromptKeys
 
 MAX_FAILURES = 3
 """Nodes that may fail with one request: a prompt that ends nodes must not end them all."""
@@ -88,6 +88,7 @@ class Relay:
         self._patience_s = patience_s
         self._force_route = force_route
         self._return_logits = return_logits
+        self._keys: PromptKeys = {}
         self._open = set(range(self._request.num_choices))
         """Choices that lack their last token."""
         self._last: TokenEvent | None = None
@@ -95,7 +96,7 @@ class Relay:
         self._numerics: str | None = None
         """Of the nodes that have drawn; None if nothing was."""
         self._has_answered = False
-        """The node of this try has drawn something."""
+        """The node of this try has drawn something: the prefill is done."""
         self._excluded: set[str] = set()
         """Nodes that were tried, while there are others."""
         self._unable: set[str] = set()
@@ -109,20 +110,20 @@ class Relay:
 
         Raises BadRequest, Overloaded if no node takes it, EngineError if nodes failed with it.
         """
-        keys = await self._driver.keys(self._request)
+        self._keys = await self._driver.keys(self._request)
         while True:
-            placement = await self._place(keys)
+            placement = await self._place()
             if await self._try(placement):
                 return
             self._generation.record.retries += 1
 
-    async def _place(self, keys: PromptKeys) -> Placement:
+    async def _place(self) -> Placement:
         """Return where the request goes now, or as soon as there is a node for it."""
         if self._num_failures >= MAX_FAILURES:
             raise EngineError(f"{self._num_failures} nodes failed with this request")
         until_s = self._clock() + self._patience_s
         while True:
-            hits = await self._driver.hits(keys)
+            hits = await self._driver.hits(self._keys)
             placed = self._placed(hits)
             if isinstance(placed, NoNode) and self._excluded != self._unable:
                 self._excluded = set(self._unable)  # those that were tried may be well again
@@ -262,15 +263,18 @@ class Relay:
             for choice in self._open & self._generation.stopped_choices:  # while the node was asked
                 self._stop(node, choice)
             while (text := await lines.next()) is not None:
-                if self._take(parse_line(text, self._request), said.identity.numerics_fingerprint):
+                line = parse_line(text, self._request)
+                if isinstance(line, TokenEvent) and not self._has_answered:
+                    self._prefilled(node, said.identity.numerics_fingerprint)
+                if self._take(line):
                     return
         raise TransferError(f"node {node}: its answer was cut short")
 
-    def _take(self, line: GenerateLine, numerics: str) -> bool:
+    def _take(self, line: GenerateLine) -> bool:
         """Take one line in; return whether it is the last one."""
         match line:
             case TokenEvent():
-                self._take_token(line, numerics)
+                self._take_token(line)
             case Story(record=record):
                 self._tell(record)
             case Logits(data=data):
@@ -291,17 +295,21 @@ class Relay:
                 assert_never(line)
         return False
 
-    def _take_token(self, event: TokenEvent, numerics: str) -> None:
+    def _prefilled(self, node: str, numerics: str) -> None:
+        """Take note of the first token of this try: the prompt's KV is at the node, and at its peer."""
+        record = self._generation.record
+        self._driver.fleet.first_token(
+            self._request.request_id,
+            self._clock(),
+            outcome=_outcome_of(record.reason.partition(":")[0]) or "completed",
+        )
+        self._has_answered, self._numerics = True, numerics
+        holders = {node, record.peer} if record.route == "remote" and record.peer else {node}
+        self._spawn(self._driver.expect(holders, self._request, self._keys))
+
+    def _take_token(self, event: TokenEvent) -> None:
         if event.choice_index not in self._open:
             return  # under way when the choice was stopped
-        if not self._has_answered:
-            record = self._generation.record
-            self._driver.fleet.first_token(
-                self._request.request_id,
-                self._clock(),
-                outcome=_outcome_of(record.reason.partition(":")[0]) or "completed",
-            )
-            self._has_answered, self._numerics = True, numerics
         if event.finish_reason is not None:
             self._open.discard(event.choice_index)
             if not self._open and not self._generation.stopped_choices:

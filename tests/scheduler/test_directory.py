@@ -148,6 +148,64 @@ def test_a_node_too_many_is_not_taken_until_one_leaves():
     assert directory.lookup(KEYS) == {"b": 2}
 
 
+STEP = st.one_of(
+    st.tuples(st.just("expect"), st.integers(0, 6)),
+    st.tuples(st.just("add"), st.integers(0, 6)),
+    st.tuples(st.just("remove"), st.integers(0, 6)),
+    st.tuples(st.just("snapshot"), st.integers(0, 6)),
+    st.tuples(st.just("settle"), st.just(0)),
+)
+
+
+def tell(directory: Directory, node: str, kind: str, keys: tuple[bytes, ...], number: int) -> None:
+    if kind == "settle":
+        directory.settle(node)
+    elif kind == "snapshot":
+        directory.replace(Snapshot(node=node, epoch=1, sequence=number, keys=keys, places=keys))
+    else:
+        added, removed = (keys, ()) if kind == "add" else ((), keys)
+        told = event(node, number + 1, added, removed)
+        directory.apply(replace(told, places_added=added, places_removed=removed))
+    directory.check()
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from("ab"), STEP), max_size=12), st.booleans())
+def test_what_was_expected_of_a_node_is_soon_what_it_has_said(steps, has_places):
+    said, expecting = (Directory(block_tokens=1, has_places=has_places) for _ in range(2))
+    sequences = {"a": 0, "b": 0}
+    for node, (kind, length) in steps:
+        keys = tuple(KEYS[:length])
+        if kind == "expect":
+            expecting.expect(node, keys)
+            assert not length or not sequences[node] or expecting.lookup(keys)[node] == length
+            continue
+        for directory in (said, expecting):
+            tell(directory, node, kind, keys, sequences[node])
+        sequences[node] += kind in ("add", "remove")
+    for _ in range(2):
+        for node in "ab":
+            expecting.settle(node)
+    for length in range(7):
+        assert expecting.lookup(KEYS[:length]) == said.lookup(KEYS[:length])
+
+
+def test_what_is_expected_outlives_one_word_that_may_have_been_under_way():
+    directory = closed(a=2)
+    directory.expect("a", KEYS[:5])
+    directory.settle("a")
+    assert directory.lookup(KEYS) == {"a": 5}
+    directory.apply(event("a", 2, KEYS[2:4]))
+    directory.settle("a")
+    assert directory.lookup(KEYS) == {"a": 4}
+
+
+def test_a_node_that_has_said_nothing_is_expected_to_have_nothing():
+    directory = closed()
+    directory.expect("a", KEYS[:5])
+    assert directory.lookup(KEYS) == {}
+
+
 class DirectoryMachine(RuleBasedStateMachine):
     """Nodes whose events are lost, repeated and late; a model of what each one has said."""
 

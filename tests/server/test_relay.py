@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from prfaas.cache.changes import CacheSnapshot
 from prfaas.errors import BadRequest, EngineError, IncompatiblePeer, Overloaded, PrfaasError
 from prfaas.scheduler.placing import Placement
 from prfaas.transport.cluster_key import ClusterKey
@@ -301,6 +302,23 @@ async def test_a_node_that_says_itself_that_it_failed_is_not_asked_again():
         node.say_at = (0, Refused(kind="engine_error", message="crash"))
         assert isinstance(await ended_with(fleet.host.ask(request())), EngineError)
         assert len(node.asked) == 1
+
+
+async def test_a_prompt_that_was_just_prefilled_is_a_hit_before_any_heartbeat_says_so():
+    async with scripted_fleet(2) as fleet:
+        for node in fleet.nodes:
+            await fleet.beat(node, snapshot=CacheSnapshot(epoch=node.epoch, sequence=0))
+        asked = request(100, max_tokens=MAX_TOKENS)
+        first = (await fleet.host.ask(asked)).record.node
+        placed = (await fleet.scheduler.explain(asked)).answer
+        assert isinstance(placed, Placement)
+        assert (placed.decode_at, placed.decode_reason) == (first, "prefix")
+        # Two heartbeats later it is known that the node has not kept it.
+        for node in (*fleet.nodes, *fleet.nodes):
+            await fleet.beat(node)
+        answer = (await fleet.scheduler.explain(asked)).answer
+        assert isinstance(answer, Placement)
+        assert answer.decode_reason == "least_loaded"
 
 
 async def test_a_client_that_leaves_ends_the_work_everywhere():
