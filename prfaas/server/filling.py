@@ -131,31 +131,56 @@ class PromptFiller:
         prefix: Prefix,
         directions: Directions,
     ) -> Prefix:
-        """Hold and return the prefix once a longer one was fetched, or could not be."""
+        """Hold and return the prefix once a longer one was fetched, or could not be.
+
+        What others are fetching is waited for; if that fails, it is not tried again at the same peer.
+        """
         request, name = generation.request, directions.prefix_from
-        num_more = directions.prefix_tokens - prefix.table.hit_tokens
-        if name is None or name == self._address or num_more <= 0:
+        if name is None or name == self._address:
             return prefix
-        peer = await self._reached(name)
-        if peer is None or not peer.is_there:
-            return prefix
-        with peer.transferring(), TableHold() as fetching:
-            origin = received_from(peer, request, self._options.kv_codec)
-            fetching.take((await self._lookup.under(request, origin)).table)
-            fetch = PrefixFetch(
-                peer=peer,
-                request=request,
-                table=fetching.table,
-                accept_approximate=origin.accept_approximate,
-                local_estimate_s=self._router.local_view(num_more).ttft_s(num_tokens=num_more),
-            )
-            try:
-                await self._fetcher.run(fetch)
-            finally:
-                generation.record.bytes_received += fetch.num_page_bytes
-            # Before what arrived is let go, so that it stays pinned.
-            longer = await self._look_up(request)
-            hold.take(longer.table)
+        while prefix.table.hit_tokens < directions.prefix_tokens:
+            peer = await self._reached(name)
+            if peer is None or not peer.is_there:
+                break
+            with peer.transferring(), TableHold() as fetching:
+                origin = received_from(peer, request, self._options.kv_codec)
+                here = await self._lookup.under(request, origin)
+                fetching.take(here.table)
+                other = self._fetcher.bringing(here.table)
+                if other is None:
+                    num_more = directions.prefix_tokens - prefix.table.hit_tokens
+                    return await self._fetch_behind(here, peer, generation, hold, num_more)
+            await other.ended.wait()
+            prefix = await self._look_up(request)
+            hold.take(prefix.table)
+            if other.peer is peer and other.outcome not in ("completed", "cancelled"):
+                break
+        return prefix
+
+    async def _fetch_behind(
+        self,
+        here: Prefix,
+        peer: Peer,
+        generation: RunningGeneration,
+        hold: TableHold,
+        num_more: int,
+    ) -> Prefix:
+        """Fetch some `num_more` tokens behind what is here; hold and return the prefix that there is then."""
+        request = generation.request
+        fetch = PrefixFetch(
+            peer=peer,
+            request=request,
+            table=here.table,
+            accept_approximate=here.origin.accept_approximate,
+            local_estimate_s=self._router.local_view(num_more).ttft_s(num_tokens=num_more),
+        )
+        try:
+            await self._fetcher.run(fetch)
+        finally:
+            generation.record.bytes_received += fetch.num_page_bytes
+        # Before what arrived is let go, so that it stays pinned.
+        longer = await self._look_up(request)
+        hold.take(longer.table)
         return longer
 
     def _count_hit(self, generation: RunningGeneration, prefix: Prefix, *, num_remote: int) -> None:

@@ -1,9 +1,11 @@
 """Fetches a prefix that a peer has cached, and computes nothing for it on either side.
 
 What arrives is published as it becomes whole, so that a fresh lookup afterwards finds it: all of it, or
-what there was before the transfer ended early. No failure costs more than time.
+what there was before the transfer ended early. No failure costs more than time. Whoever lacks a block that
+is on its way already waits for that fetch.
 """
 
+import asyncio
 import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -55,6 +57,7 @@ class PrefixFetch:
     detail: str = ""
     """What the outcome alone does not say."""
     transfer_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class PrefixFetcher:
@@ -76,12 +79,26 @@ class PrefixFetcher:
         self._metrics = metrics
         self._clock = clock
         self._spawn = spawn
+        self._under_way: dict[bytes, PrefixFetch] = {}
+        """By the first block that is fetched; its key names all tokens up to its end."""
+
+    def bringing(self, table: BlockTable) -> PrefixFetch | None:
+        """Return the fetch under way that brings the first block that a table lacks."""
+        return self._under_way.get(self._first_lacking(table))
+
+    def _first_lacking(self, table: BlockTable) -> bytes:
+        first = table.hit_tokens // self._layout.block_tokens
+        return next(iter(table.keys[first : first + 1]), b"")
 
     async def run(self, fetch: PrefixFetch) -> None:
         """Receive into the fetch's table what the peer has beyond it.
 
-        The outcome says how it went. Leaving early in any way cancels it at the peer.
+        The outcome says how it went. Leaving early in any way cancels it at the peer. Nobody else is
+        bringing the table's first block.
         """
+        first = self._first_lacking(fetch.table)
+        assert first not in self._under_way, "fetched twice"
+        self._under_way[first] = fetch
         try:
             await self._run(fetch)
         except (TransferError, Overloaded) as error:
@@ -90,6 +107,8 @@ class PrefixFetcher:
             if fetch.outcome not in PEER_IS_WELL:
                 fetch.peer.doubt()
         finally:
+            del self._under_way[first]
+            fetch.ended.set()
             self._metrics.transfer_finished("received", fetch.outcome)
             get_logger().info(
                 "prefix.fetched",

@@ -239,16 +239,61 @@ async def test_a_prefix_is_fetched_first_where_the_rest_is_prefilled_elsewhere()
         assert received[-2:] == ["completed", "completed"]
 
 
-async def test_many_askers_get_a_hot_prefix_at_once():
+async def ask_at_once(nodes: Fleet, num: int = 5) -> list[Answer]:
+    """Ask alike so many times at once; each answer is the local one."""
+    asked = [request(NUM_TOKENS, seed=seed) for seed in range(num)]
+    async with asyncio.TaskGroup() as tasks:
+        answers = [tasks.create_task(nodes.ask(one, directions=from_peer(nodes))) for one in asked]
+    for one, task in zip(asked, answers, strict=True):
+        alone = replace(one, request_id=f"{one.request_id}-again")
+        assert task.result().tokens == (await nodes.ask_locally(alone)).tokens
+    return [task.result() for task in answers]
+
+
+@layouts
+async def test_many_askers_of_a_hot_prefix_share_one_fetch(layout):
+    async with fleet(layout=layout) as nodes:
+        await warm(nodes)
+        num_before = len(nodes.pd_metrics.outcomes)
+        answers = await ask_at_once(nodes)
+        assert [answer.record.tokens_reused for answer in answers] == [PREFIX_TOKENS] * 5
+        assert len(nodes.pd_metrics.outcomes) == num_before + 1
+        assert sum(answer.record.bytes_received > 0 for answer in answers) == 1
+
+
+async def test_a_shared_fetch_that_fails_leaves_each_to_its_own_way():
     async with fleet() as nodes:
         await warm(nodes)
-        asked = [request(NUM_TOKENS, seed=seed) for seed in range(5)]
+        num_before = len(nodes.pd_metrics.outcomes)
+        nodes.relay.fault = Fault(0, "gone")
+        await ask_at_once(nodes)
+        assert nodes.relay.num_struck
+        assert len(nodes.pd_metrics.outcomes) == num_before + 1, "the others do not try it, too"
+        nodes.relay.fault = None
+
+
+async def test_those_who_wait_for_a_fetch_go_on_when_its_client_leaves():
+    async with fleet() as nodes:
+        await warm(nodes)
+        nodes.relay.fault = Fault(700, "black_hole")
+        async with (
+            asyncio.TaskGroup() as tasks,
+            nodes.pd.generate(request(NUM_TOKENS), directions=from_peer(nodes)),
+        ):
+            await nodes.relay.hurt()
+            waiting = tasks.create_task(fetch(nodes))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            nodes.relay.fault = None
+        assert waiting.result().record.tokens_reused == PREFIX_TOKENS
+
+
+async def test_who_wants_more_than_is_on_its_way_fetches_the_rest():
+    async with fleet(layout=DENSE) as nodes:
+        await warm(nodes, 400)
+        short, long = request(NUM_TOKENS), request(400)
         async with asyncio.TaskGroup() as tasks:
-            answers = [
-                tasks.create_task(nodes.ask(one, directions=from_peer(nodes))) for one in asked
-            ]
-        for one, task in zip(asked, answers, strict=True):
-            answer = task.result()
-            assert answer.record.tokens_reused == PREFIX_TOKENS
-            alone = replace(one, request_id=f"{one.request_id}-again")
-            assert answer.tokens == (await nodes.ask_locally(alone)).tokens
+            tasks.create_task(nodes.ask(short, directions=from_peer(nodes)))
+            whole = tasks.create_task(nodes.ask(long, directions=from_peer(nodes, 392)))
+        assert whole.result().record.tokens_reused == 392
+        assert [outcome for _, outcome in nodes.pd_metrics.outcomes[-2:]] == ["completed"] * 2
