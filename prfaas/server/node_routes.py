@@ -56,6 +56,9 @@ from prfaas.transport.handshake import Identity, check_compatible
 from prfaas.transport.signed_lines import LineSigner, line_key
 from prfaas.types import Request, RequestRecord, TokenEvent
 
+INLINE_BYTES = 1 << 17
+"""A longer request is read beside the loop."""
+
 log = get_logger()
 
 
@@ -134,7 +137,10 @@ class NodeRoutes:
         try:
             body = await read_body(http)
             caller = self._gate.caller(http, body)
-            asked = parse_generate_request(body)
+            if len(body) <= INLINE_BYTES:
+                asked = parse_generate_request(body)
+            else:
+                asked = await asyncio.to_thread(parse_generate_request, body)
             del body  # may be megabytes, and the answer takes long
             check_compatible(self._node.identity, asked.identity, accept_approximate=False)
             lines = _Lines(http, LineSigner(line_key(caller)), self._write_timeout_s)

@@ -27,6 +27,7 @@ from prfaas.scheduler.placing import MIN_RETRY_S, NoNode, Placement
 from prfaas.scheduler.router import Outcome
 from prfaas.server.fleet_driver import FleetDriver
 from prfaas.server.generation import RunningGeneration
+from prfaas.server.key_thread import INLINE_TOKENS
 from prfaas.server.node_links import NodeLinks
 from prfaas.transport.fleet_messages import (
     GENERATE_PATH,
@@ -254,7 +255,7 @@ class Relay:
         )
         async with http.lines(
             GENERATE_PATH,
-            encode_generate_request(asked),
+            await self._encoded(asked),
             said.identity,
             silence_s=self._silence_s,
             max_line_bytes=MAX_LINE_BYTES,
@@ -269,6 +270,12 @@ class Relay:
                 if self._take(line):
                     return
         raise TransferError(f"node {node}: its answer was cut short")
+
+    async def _encoded(self, asked: GenerateRequest) -> bytes:
+        """Return the request's bytes; those of a long prompt are made beside the loop."""
+        if len(self._request.prompt_tokens) < INLINE_TOKENS:
+            return encode_generate_request(asked)
+        return await asyncio.to_thread(encode_generate_request, asked)
 
     def _take(self, line: GenerateLine) -> bool:
         """Take one line in; return whether it is the last one."""

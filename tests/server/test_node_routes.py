@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +41,7 @@ from prfaas.transport.fleet_messages import (
     Story,
     encode_generate_request,
     encode_stop_choice,
+    parse_generate_request,
     parse_line,
 )
 from prfaas.transport.gate import Gate
@@ -187,6 +189,23 @@ async def test_the_last_token_and_the_end_come_in_one_write(monkeypatch):
     async with host() as at:
         await at.answer(at.asked())
     assert written == [2, 1, 1, 1, 1, 2]  # story and first token ... last token and end
+
+
+async def test_a_long_request_is_read_beside_the_loop(monkeypatch):
+    threads = []
+    parse = parse_generate_request
+
+    def noted(body: bytes) -> GenerateRequest:
+        threads.append(threading.current_thread())
+        return parse(body)
+
+    monkeypatch.setattr(node_routes, "parse_generate_request", noted)
+    async with host() as at:
+        for limit in (1 << 17, 100):
+            monkeypatch.setattr(node_routes, "INLINE_BYTES", limit)
+            await at.answer(at.asked())
+    main = threading.main_thread()
+    assert [thread is main for thread in threads] == [True, False]
 
 
 async def test_the_node_is_directed_and_continues_what_others_drew():

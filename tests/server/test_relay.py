@@ -1,6 +1,7 @@
 """A request is relayed whole, and a node that fails in any way costs time, never a token."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 from prfaas.cache.changes import CacheSnapshot
 from prfaas.errors import BadRequest, EngineError, IncompatiblePeer, Overloaded, PrfaasError
 from prfaas.scheduler.placing import Placement
+from prfaas.server import relay
+from prfaas.server.key_thread import INLINE_TOKENS
 from prfaas.transport.cluster_key import ClusterKey
-from prfaas.transport.fleet_messages import Ended, Refused
+from prfaas.transport.fleet_messages import Ended, GenerateRequest, Refused, encode_generate_request
 from prfaas.types import Request, RequestRecord
 from tests.server.fleet import Answer, request, until
 from tests.server.fleet_nodes import (
@@ -389,6 +392,24 @@ async def test_a_choice_that_is_stopped_between_two_nodes_ends_at_the_second():
                 tokens[event.choice_index].append(event.token_id)
         assert tokens == [expected(asked)[0][:2], expected(asked)[1]]
         assert [stop.choice_index for stop in other.stopped] == [0]
+
+
+async def test_a_long_prompt_is_written_beside_the_loop(monkeypatch):
+    threads = []
+    encode = encode_generate_request
+
+    def noted(asked: GenerateRequest) -> bytes:
+        threads.append(threading.current_thread())
+        return encode(asked)
+
+    monkeypatch.setattr(relay, "encode_generate_request", noted)
+    async with scripted_fleet(1) as fleet:
+        for limit in (INLINE_TOKENS, 100):
+            monkeypatch.setattr(relay, "INLINE_TOKENS", limit)
+            asked = request(100, max_tokens=MAX_TOKENS)
+            assert (await fleet.host.ask(asked)).tokens == expected(asked)
+    main = threading.main_thread()
+    assert [thread is main for thread in threads] == [True, False]
 
 
 async def test_a_burst_is_spread_over_the_nodes_at_once():
