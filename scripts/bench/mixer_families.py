@@ -1,7 +1,7 @@
-"""The layers that mixers.py measures: each a small config.json whose one layer has the mixer."""
+"""The layers that mixers.py measures: each a small config.json whose one layer has the mixer, or the experts."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 SHARED: dict[str, Any] = {
     "hidden_size": 1024,
@@ -69,13 +69,14 @@ RING: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A mixer: the config of a model whose layer `layer` has it."""
+    """A part of a layer: the config of a model whose layer `layer` has it."""
 
     name: str
     config: dict[str, Any]
+    part: Literal["mixer", "ffn"] = "mixer"
     layer: int = 0
     attribute: str | None = None
-    """The mixer's name in transformers' layer; None: transformers has none."""
+    """The part's name in transformers' layer; None: transformers has none."""
     most_tokens: int | None = None
     """Longer prompts are not given to transformers."""
     left_out: str = ""
@@ -177,5 +178,20 @@ FAMILIES = (
         attribute="self_attn",
         most_tokens=2048,
         left_out="too slow: it reads keys before the window",
+    ),
+    Family(
+        name="moe",
+        config={
+            "model_type": "qwen3_moe",
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "rope_theta": 1e6,
+        },
+        part="ffn",
+        attribute="mlp",
     ),
 )

@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""One layer's mixer of every kind: prefill tokens/s, beside transformers' where it has the family.
+"""One layer's mixer of every kind, and its experts: prefill tokens/s, beside transformers and a plain recurrence.
 
-Each mixer is measured with its projections, in float32, without norms and feed-forward around it:
-prfaas's in chunks as `prfaas serve` computes a prompt, states or KV kept; transformers' in one call
-with its torch fallback, nothing kept. Both run in this process on the same threads, in turn, so that
-a busy machine slows both; judge by `ratio_vs_transformers`. Weights are random, of equal shapes.
+Each is measured with its projections, in float32, without norms and what else is around it: prfaas's in
+chunks as `prfaas serve` computes a prompt, states or KV kept; transformers' in one call with its torch
+fallback, nothing kept, where it has the family; and the recurrence token by token in plain torch
+(mixer_sequential.py), on short prompts. All run in this process on the same threads, in turn, so that
+a busy machine slows all; judge by the ratios. Weights are random, of equal shapes.
 
 `decode` is the time of one token with half a chunk behind it, in both numerics, projections
 included. `growth` is the time of the longest prompt over that of an eighth of it, divided by 8: 1 is linear.
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -33,13 +35,18 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from prfaas.engine.batch import Batch, Segment
 from prfaas.engine.chunk_grid import CHUNK_TOKENS, replay_dim
 from prfaas.engine.config import model_from_hf
-from prfaas.engine.linear import Packing
+from prfaas.engine.linear import Packing, padded_rows
 from prfaas.engine.loading.build import build_model
 from prfaas.engine.options import EngineOptions
 from prfaas.engine.sequence_kv import SequenceKv
 from scripts.bench.mixer_families import FAMILIES, SHARED, Family
+from scripts.bench.mixer_sequential import Run, sequential
 
 HALF_CHUNK_TOKENS = CHUNK_TOKENS // 2
+SEQUENTIAL_TOKENS = 2048
+"""Longer prompts are not walked: the time of a token does not change."""
+WARM_TOKENS = 1024
+SEQUENTIAL_WARM_TOKENS = 32
 
 
 class RandomTensors:
@@ -64,14 +71,17 @@ class Ours:
     def __init__(self, family: Family, packing: Packing, chunk_tokens: int) -> None:
         spec = model_from_hf(SHARED | family.config)
         model = build_model(spec, RandomTensors(), packing, model_fingerprint="")
-        mixer = model.layers[family.layer].mixer
-        assert mixer is not None
-        self.mixer = mixer
+        layer = model.layers[family.layer]
+        self.mixer, self.ffn = layer.mixer, layer.ffn if family.part == "ffn" else None
         self.spec = spec.layers[family.layer]
         self.packing = packing
         self.chunk_tokens = chunk_tokens
 
     def prefill(self, x_TD: Tensor) -> None:
+        if self.ffn is not None:
+            for chunk_TD in torch.split(x_TD, self.chunk_tokens):
+                self.ffn(torch.cat([chunk_TD, self._padding(chunk_TD)]))
+            return
         kv = SequenceKv([self.spec], capacity_tokens=len(x_TD), block_tokens=64)
         for start, stop in pairwise([*range(0, len(x_TD), self.chunk_tokens), len(x_TD)]):
             self._forward(kv, x_TD[start:stop], prompt_end=None)
@@ -94,9 +104,13 @@ class Ours:
         segment = Segment(kv=kv, tokens=[0] * len(x_TD), num_logits=0, prompt_end=prompt_end)
         kv.begin_forward(())
         batch = Batch([segment], self.packing)
-        padding = x_TD.new_zeros(len(batch.tokens_T) - len(x_TD), x_TD.shape[1])
-        self.mixer(torch.cat([x_TD, padding]), batch, 0, lambda: None)
+        assert self.mixer is not None
+        self.mixer(torch.cat([x_TD, self._padding(x_TD)]), batch, 0, lambda: None)
         kv.num_tokens += len(x_TD)
+
+    def _padding(self, x_TD: Tensor) -> Tensor:
+        num_rows = padded_rows(len(x_TD), self.packing) - len(x_TD)
+        return x_TD.new_zeros(num_rows, x_TD.shape[1])
 
 
 class Theirs:
@@ -145,6 +159,9 @@ class Row:
     transformers_tokens_per_s: float | None
     ratio_vs_transformers: float | None
     transformers_left_out: str | None
+    sequential_tokens_per_s: float | None
+    """Of the recurrence, token by token in plain torch; None: there is none, or the prompt is long."""
+    ratio_vs_sequential: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,32 +206,41 @@ def num_runs_of(family: Family, num_tokens: int, args: argparse.Namespace) -> in
 
 
 def measure(
-    family: Family, ours: Ours, theirs: Theirs | None, num_tokens: int, num_runs: int
+    family: Family,
+    ours: Ours,
+    theirs: Theirs | None,
+    walked: Run | None,
+    num_tokens: int,
+    num_runs: int,
 ) -> Row:
-    """Run both in turn `num_runs` times, after an unmeasured run of each on a short prompt."""
+    """Run all in turn `num_runs` times, after an unmeasured run of each on a short prompt."""
     x_TD = rows_of(num_tokens)
-    ours.prefill(x_TD[:1024])
-    their_run: Callable[[], object] | None = None
-    left_out: str | None = family.left_out
+    short_TD = x_TD[:WARM_TOKENS]
+    ours.prefill(short_TD)
+    runs: dict[str, Callable[[], object]] = {"prfaas": lambda: ours.prefill(x_TD)}
     if theirs is not None and num_tokens <= (family.most_tokens or num_tokens):
-        theirs.prefiller(x_TD[:1024])()
-        their_run, left_out = theirs.prefiller(x_TD), None
-    runs = [
-        (seconds(lambda: ours.prefill(x_TD)), None if their_run is None else seconds(their_run))
-        for _ in range(num_runs)
-    ]
-    their_times = [theirs_s for _, theirs_s in runs if theirs_s is not None]
-    ratios = [theirs_s / ours_s for ours_s, theirs_s in runs if theirs_s is not None]
+        theirs.prefiller(short_TD)()
+        runs["transformers"] = theirs.prefiller(x_TD)
+    if walked is not None and num_tokens <= SEQUENTIAL_TOKENS:
+        walked(x_TD[:SEQUENTIAL_WARM_TOKENS])
+        runs["sequential"] = partial(walked, x_TD)
+    rounds = [{name: seconds(run) for name, run in runs.items()} for _ in range(num_runs)]
+    rates: dict[str, float | None] = dict.fromkeys(("transformers", "sequential"))
+    ratios = dict(rates)
+    for name in runs:
+        rates[name] = round(num_tokens / statistics.median(each[name] for each in rounds), 1)
+        ratios[name] = round(statistics.median(each[name] / each["prfaas"] for each in rounds), 3)
+    assert rates["prfaas"] is not None
     return Row(
         name=family.name,
         tokens=num_tokens,
         num_runs=num_runs,
-        prfaas_tokens_per_s=round(num_tokens / statistics.median(a for a, _ in runs), 1),
-        transformers_tokens_per_s=(
-            round(num_tokens / statistics.median(their_times), 1) if their_times else None
-        ),
-        ratio_vs_transformers=round(statistics.median(ratios), 3) if ratios else None,
-        transformers_left_out=left_out,
+        prfaas_tokens_per_s=rates["prfaas"],
+        transformers_tokens_per_s=rates["transformers"],
+        ratio_vs_transformers=ratios["transformers"],
+        transformers_left_out=None if "transformers" in runs else family.left_out,
+        sequential_tokens_per_s=rates["sequential"],
+        ratio_vs_sequential=ratios["sequential"],
     )
 
 
@@ -260,10 +286,11 @@ def bench(args: argparse.Namespace) -> Iterator[Row | Growth | Decode]:
             continue
         ours = Ours(family, args.packing, args.chunk_tokens)
         theirs = Theirs(family) if family.attribute is not None else None
+        walked = sequential(family)
         for num_tokens in args.tokens:
             num_runs = num_runs_of(family, num_tokens, args)
-            yield measure(family, ours, theirs, num_tokens, num_runs)
-        if ours.spec.states:
+            yield measure(family, ours, theirs, walked, num_tokens, num_runs)
+        if family.part == "mixer" and ours.spec.states:
             yield measure_decode(family, ours, args.runs)
         if longest >= 8 * args.chunk_tokens:
             yield measure_growth(family, ours, longest, num_runs_of(family, longest, args))
@@ -298,6 +325,9 @@ def line(result: Row | Growth | Decode) -> str:
         kind = "linear" if result.is_linear else "quadratic"
         return f"{result.name:15} {result.longer_tokens:6} tokens: growth {result.growth} ({kind})"
     text = f"{result.name:15} {result.tokens:6} tokens: {result.prfaas_tokens_per_s:8.0f} tokens/s"
+    if result.ratio_vs_sequential is not None:
+        text += f", token by token {result.sequential_tokens_per_s:6.0f}"
+        text += f", ratio {result.ratio_vs_sequential:.2f}"
     if result.transformers_left_out is not None:
         return f"{text}, transformers not run ({result.transformers_left_out})"
     ratio = f"ratio {result.ratio_vs_transformers:.2f}"

@@ -1,0 +1,79 @@
+"""scripts/bench/sharing.py: what it recommends from which figures, and the JSON that it writes."""
+
+import json
+
+import pytest
+import torch
+
+from prfaas.models.directory import ENVIRONMENT_VARIABLE
+from scripts.bench import sharing
+from scripts.bench.sharing import Pair, recommended
+from scripts.bench.sharing_node import Chunking, Lag
+from tests.tiny_models import write_tiny_model
+
+
+def pair(threads: int, share: float, waits: str = "default") -> Pair:
+    works = ("prefill", "decode")
+    return Pair(works=works, threads_each=threads, waits=waits, shares=(share, share))
+
+
+def size(chunk_tokens: int, tokens_per_s: float) -> Chunking:
+    return Chunking(
+        chunk_tokens=chunk_tokens,
+        num_decoding=4,
+        prompt_tokens=2048,
+        num_rounds=1,
+        prefill_alone_tokens_per_s=tokens_per_s,
+        itl_alone_ms=1.0,
+        ttft_s=1.0,
+        itl_p50_ms=1.0,
+        itl_max_ms=1.0,
+        decode_tokens_per_s=1.0,
+    )
+
+
+def test_two_nodes_get_the_threads_at_which_less_is_lost():
+    figures = [pair(2, 0.3), pair(1, 0.5), pair(2, 0.9, waits="PASSIVE")]
+    assert recommended(figures, [], []) == {"threads_of_each_of_two_nodes": 1}
+
+
+def test_the_smallest_chunk_that_is_nearly_as_fast_as_the_fastest_is_recommended():
+    sizes = [size(64, 300.0), size(256, 476.0), size(512, 500.0), size(1024, 490.0)]
+    assert recommended([], sizes, []) == {"chunk_tokens": 256}
+
+
+def test_the_loop_is_judged_at_all_threads():
+    late = [
+        Lag(beside=beside, threads=threads, p50_ms=0.1, p99_ms=p99_ms, max_ms=9.0)
+        for beside, threads, p99_ms in [
+            ("nothing", 0, 0.2),
+            ("prefill", 2, 3.0),
+            ("prefill", 1, 1.0),
+        ]
+    ]
+    assert recommended([], [], late) == {"loop_p99_ms_at_all_threads": 3.0}
+
+
+@pytest.mark.slow
+def test_all_parts_are_measured_and_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(tmp_path / "models"))
+    model = write_tiny_model(tmp_path / "model", "llama", num_hidden_layers=1)
+    before = torch.get_num_threads()
+    sharing.main(
+        [
+            *("--model", str(model), "--threads", "1", "--rounds", "1", "--repeat", "1"),
+            *("--chunk-tokens", "64", "128", "--prompt-tokens", "64", "--long-tokens", "192"),
+            *("--decoding", "2", "--seconds", "0.05", "--json"),
+        ]
+    )
+    assert torch.get_num_threads() == before
+    report = json.loads(capsys.readouterr().out)
+    assert [tuple(row["works"]) for row in report["nodes"]] == list(sharing.PAIRS)
+    assert all(share > 0 for row in report["nodes"] for share in row["shares"])
+    assert [row["chunk_tokens"] for row in report["chunks"]] == [64, 128]
+    for row in report["chunks"]:
+        assert row["itl_max_ms"] >= row["itl_p50_ms"] > 0
+        assert row["ttft_s"] * 1e3 >= row["itl_max_ms"] - 1
+    assert [row["beside"] for row in report["loop"]] == ["nothing", "prefill"]
+    assert report["recommended"]["threads_of_each_of_two_nodes"] == 1
+    assert report["recommended"]["chunk_tokens"] in (64, 128)
