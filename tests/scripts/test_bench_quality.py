@@ -2,17 +2,20 @@
 
 import json
 import math
-from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
+from prfaas.engine.loader import load_model
+from prfaas.engine.model import Segment
 from prfaas.engine.options import EngineOptions
 from prfaas.models.directory import ENVIRONMENT_VARIABLE
 from prfaas.text.tokenizer import Tokenizer
 from scripts.bench import quality
-from scripts.bench.engine_peers import PeerMissingError, ours_command
-from tests.tiny_models import BOS_ID, write_tiny_model
+from scripts.bench.engine_ours import Ours
+from scripts.bench.engine_peers import PeerMissingError
+from tests.tiny_models import BOS_ID, VOCAB_SIZE, write_tiny_model
 
 WINDOWS = [[0, 1, 2, 1], [0, 2, 2, 0]]
 
@@ -44,29 +47,63 @@ def test_the_default_is_measured_first_then_the_other_dtypes_of_a_cpu():
     assert "bfloat16" not in quality.own_dtypes()
 
 
-@pytest.mark.slow
-def test_the_json_has_every_setting_beside_the_reference(tmp_path, capsys, monkeypatch):
+class Constant:
+    """An engine whose logits are all the same, but for the first of each row."""
+
+    about: ClassVar = {"version": "1"}
+
+    def __init__(self, name, command, log, num_threads):
+        self._first = float(command[0])
+
+    def run(self, run, windows, num_scored, path):
+        assert run == "logits"
+        out = np.memmap(path, np.float32, "w+", shape=(len(windows), num_scored, VOCAB_SIZE))
+        out[:, :, 0] = self._first
+
+    def close(self):
+        pass
+
+
+def test_every_setting_is_beside_the_reference_and_a_missing_peer_named(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(tmp_path / "models"))
     model = write_tiny_model(tmp_path / "model", "llama", num_hidden_layers=1)
 
-    def command(peer, setup):  # the reference needs seconds to be imported
+    def command(peer, setup):
         if peer == "llama.cpp":
             raise PeerMissingError("not here")
-        return ours_command(replace(setup, dtype="float32"))
+        return ["0"]
 
+    monkeypatch.setattr(quality, "EngineProcess", Constant)
     monkeypatch.setattr(quality, "peer_command", command)
-    monkeypatch.setattr(quality, "own_dtypes", lambda: ["float16"])
+    monkeypatch.setattr(quality, "ours_command", lambda setup: ["1" + "0" * ("16" in setup.dtype)])
     sizes = ["--windows", "2", "--window-tokens", "40", "--scored-tokens", "5"]
-    quality.main(["--model", str(model), "--threads", "1", "--json", *sizes])
+    quality.main(["--model", str(model), "--json", *sizes])
     output = capsys.readouterr()
     report = json.loads(output.out)
     assert "without llama.cpp: not here" in output.err
-    [reference, row] = report["rows"]
-    assert (reference["name"], row["name"]) == ("transformers", "prfaas float16")
-    assert reference["max_logit_difference"] == 0
-    assert 0 < row["max_logit_difference"] < 0.1
-    assert row["perplexity"] == pytest.approx(reference["perplexity"], rel=0.01)
+    assert {row["name"]: row["max_logit_difference"] for row in report["rows"]} == {
+        "transformers": 0,
+        "prfaas float16": 10,
+        "prfaas float32": 1,
+    }
+    assert report["rows"][0]["perplexity"] == pytest.approx(VOCAB_SIZE, rel=1e-3)
     assert report["scored_tokens"] == 8
+
+
+def test_scored_tokens_decoded_side_by_side_have_the_logits_of_a_prefill(tmp_path):
+    model = load_model(write_tiny_model(tmp_path, "llama", num_hidden_layers=1))
+    ours = Ours(model, 64)
+    windows = [[(7 * at + start) % VOCAB_SIZE for at in range(70)] for start in (5, 300)]
+    path = tmp_path / "logits"
+    ours.logits(windows, 3, str(path))
+    found = np.fromfile(path, np.float32).reshape(2, 3, VOCAB_SIZE)
+    for window, rows in zip(windows, found, strict=True):
+        for row, num_tokens in zip(rows, (68, 69, 70), strict=True):
+            kv = model.new_kv(capacity_tokens=num_tokens)
+            whole = Segment(kv=kv, tokens=window[:num_tokens], num_logits=1)
+            assert (model.forward([whole]).numpy()[0] == row).all()
 
 
 def test_windows_begin_with_bos_and_lie_apart(tmp_path):

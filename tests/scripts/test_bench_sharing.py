@@ -1,12 +1,14 @@
 """scripts/bench/sharing.py: what it recommends from which figures, and the JSON that it writes."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from prfaas.models.directory import ENVIRONMENT_VARIABLE
 from scripts.bench import sharing
+from scripts.bench.engine_peers import Setup
 from scripts.bench.sharing import Pair, recommended
 from scripts.bench.sharing_node import Chunking, Lag
 from tests.tiny_models import write_tiny_model
@@ -54,26 +56,72 @@ def test_the_loop_is_judged_at_all_threads():
     assert recommended([], [], late) == {"loop_p99_ms_at_all_threads": 3.0}
 
 
+class Busy:
+    """An engine that takes a second a call for each of its threads; half as long if it is alone."""
+
+    def __init__(self, name, command, log, num_threads, environment):
+        self._num_threads = num_threads
+        self._taken = 0.0
+
+    def start(self, run, *arguments, repeat=1):
+        self._taken = repeat * self._num_threads
+
+    def wait(self):
+        return self._taken
+
+    def run(self, run, *arguments, repeat=1):
+        return 0.5 * repeat * self._num_threads
+
+    def close(self):
+        pass
+
+
+def test_shares_are_of_the_speed_of_one_alone_with_all_threads(monkeypatch):
+    monkeypatch.setattr(sharing, "EngineProcess", Busy)
+    monkeypatch.setattr(sharing, "ours_command", lambda setup: [])
+    args = sharing.parse(["--rounds", "2", "--repeat", "3", "--prompt-tokens", "8"])
+    setup = Setup(
+        model="", dtype="", chunk_tokens=64, num_threads=2, max_tokens=0, peers_dir=Path()
+    )
+    found = list(sharing.pairs(setup, args))
+    assert [(pair.threads_each, pair.waits) for pair in found[::3]] == [
+        (2, "default"),
+        (1, "default"),
+        (2, "PASSIVE"),
+    ]
+    assert [pair.works for pair in found] == list(sharing.PAIRS) * 3
+    assert {pair.shares for pair in found if pair.threads_each == 2} == {(0.5, 0.5)}
+    assert {pair.shares for pair in found if pair.threads_each == 1} == {(1.0, 1.0)}
+
+
 @pytest.mark.slow
-def test_all_parts_are_measured_and_named(tmp_path, capsys, monkeypatch):
+def test_chunks_and_the_loop_are_measured_and_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(tmp_path / "models"))
     model = write_tiny_model(tmp_path / "model", "llama", num_hidden_layers=1)
     before = torch.get_num_threads()
     sharing.main(
         [
-            *("--model", str(model), "--threads", "1", "--rounds", "1", "--repeat", "1"),
+            *(
+                "--model",
+                str(model),
+                "--parts",
+                "chunks",
+                "loop",
+                "--threads",
+                "1",
+                "--rounds",
+                "1",
+            ),
             *("--chunk-tokens", "64", "128", "--prompt-tokens", "64", "--long-tokens", "192"),
             *("--decoding", "2", "--seconds", "0.05", "--json"),
         ]
     )
     assert torch.get_num_threads() == before
     report = json.loads(capsys.readouterr().out)
-    assert [tuple(row["works"]) for row in report["nodes"]] == list(sharing.PAIRS)
-    assert all(share > 0 for row in report["nodes"] for share in row["shares"])
+    assert report["nodes"] == []
     assert [row["chunk_tokens"] for row in report["chunks"]] == [64, 128]
     for row in report["chunks"]:
         assert row["itl_max_ms"] >= row["itl_p50_ms"] > 0
         assert row["ttft_s"] * 1e3 >= row["itl_max_ms"] - 1
     assert [row["beside"] for row in report["loop"]] == ["nothing", "prefill"]
-    assert report["recommended"]["threads_of_each_of_two_nodes"] == 1
     assert report["recommended"]["chunk_tokens"] in (64, 128)
