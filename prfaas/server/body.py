@@ -3,8 +3,6 @@
 import asyncio
 import json
 import re
-import secrets
-from typing import Any
 
 from aiohttp import web
 from aiohttp.web_exceptions import HTTPRequestEntityTooLarge
@@ -15,13 +13,6 @@ JSON_TYPES = frozenset({"application/json", "application/octet-stream"})
 """The second is what a missing Content-Type counts as: it is read as JSON."""
 CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})
 
-LONG_BYTES = 1 << 18
-"""A longer body may have a prompt of token ids that is read in pieces."""
-PIECE_BYTES = 1 << 16
-"""Read in a millisecond or so, for which no other thread runs."""
-
-_ID_PROMPT = re.compile(rb'(?<!\\)"prompt"\s*:\s*\[')
-"""In no string of JSON: there a quote has a backslash before it."""
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -87,9 +78,7 @@ def parse_object(body: bytes) -> dict[str, object]:
     NaN, infinities and unpaired surrogates, which Python would let pass, are refused too.
     """
     try:
-        value = _in_pieces(body) if len(body) > LONG_BYTES else None
-        if value is None:
-            value = _loads(body)
+        value = json.loads(body.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise BadRequest(f"the body is not UTF-8: byte {error.start}") from None
     except RecursionError:
@@ -101,42 +90,6 @@ def parse_object(body: bytes) -> dict[str, object]:
     if _SURROGATE_ESCAPE.search(body):
         _refuse_surrogates(value)
     return value
-
-
-def _in_pieces(body: bytes) -> dict[str, object] | None:
-    """Return what `json.loads` would, if that is an object whose prompt is one long list; else None.
-
-    A million token ids take it a quarter of a second, in which no other thread runs, the event loop's neither.
-    So the list is read piece by piece, and a word in its place with the rest. What is cut within a string or
-    an object is no JSON: then it was no list of ids.
-    """
-    found = _ID_PROMPT.search(body)
-    if found is None:
-        return None
-    start, end = found.end(), body.find(b"]", found.end())
-    if end - start <= PIECE_BYTES or body[end - 1 : end] == b",":
-        return None
-    items: list[object] = []
-    word = secrets.token_hex(16)
-    try:
-        rest = _loads(b'%b"%b"%b' % (body[: start - 1], word.encode(), body[end + 1 :]))
-        while start < end:
-            comma = body.find(b",", min(start + PIECE_BYTES, end), end)
-            stop = end if comma < 0 else comma
-            piece = _loads(b"[%b]" % body[start:stop])
-            if not piece:  # between two commas
-                return None
-            items += piece
-            start = stop + 1
-    except (ValueError, RecursionError):  # whoever reads all of it says what is wrong
-        return None
-    if not isinstance(rest, dict) or rest.get("prompt") != word:
-        return None
-    return rest | {"prompt": items}
-
-
-def _loads(data: bytes) -> Any:
-    return json.loads(data.decode(), parse_constant=_refuse_constant)
 
 
 def _refuse_constant(name: str) -> float:

@@ -3,14 +3,13 @@ import gzip
 import io
 import json
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.errors import BadRequest
-from prfaas.server.body import LONG_BYTES, PIECE_BYTES, parse_object
+from prfaas.server.body import parse_object
 from tests.server.http_face import CHAT, running, strict_json
 
 BAD_BODIES = {
@@ -31,65 +30,6 @@ BAD_BODIES = {
     "surrogate key": b'{"\\udfff":1}',
     "two values": b"{} {}",
 }
-
-
-IDS = ",".join(map(str, range(LONG_BYTES // 5))).encode()
-LONG_BODIES = {
-    "ids": b'{"model":"m", "prompt" : [%b], "seed":1}' % IDS,
-    "spaced": b'{"prompt":[ %b ]}' % IDS.replace(b",", b" ,\n"),
-    "two prompts": b'{"prompt":[%b],"prompt":[]}' % IDS,
-    "an empty one first": b'{"prompt":[],"prompt":[%b]}' % IDS,
-    "text": b'{"prompt":["a,]b","%b"]}' % IDS,
-    "lists": b'{"prompt":[[%b],[1]]}' % IDS,
-    "objects": b'{"prompt":[{"a":1,"b":[%b]}]}' % IDS,
-    "elsewhere": b'{"extra":{"prompt":[%b]},"prompt":"x"}' % IDS,
-    "in a string": json.dumps({"prompt": '"prompt":[' + IDS.decode() + "]"}).encode(),
-    "strings": json.dumps({"prompt": ['"x\\",y'] * (LONG_BYTES // 8)}).encode(),
-    "chat": b'{"messages":[%b]}' % IDS,
-    "floats": b'{"prompt":[%b,1.5,-0,1e3,true,null]}' % IDS,
-    "comma at the end": b'{"prompt":[%b,]}' % IDS,
-    "comma and space": b'{"prompt":[%b, ]}' % IDS,
-    "two commas": b'{"prompt":[%b,,1]}' % IDS,
-    "comma first": b'{"prompt":[,%b]}' % IDS,
-    "leading zero": b'{"prompt":[%b,007]}' % IDS,
-    "underscore": b'{"prompt":[%b,1_0]}' % IDS,
-    "nan": b'{"prompt":[%b,NaN]}' % IDS,
-    "open": b'{"prompt":[%b' % IDS,
-    "rest is wrong": b'{"prompt":[%b],}' % IDS,
-    "no object": b'["prompt",[%b]]' % IDS,
-}
-
-
-@pytest.mark.parametrize("kind", LONG_BODIES)
-def test_a_long_body_means_what_it_means_to_a_reader_of_all_of_it(kind):
-    body = LONG_BODIES[kind]
-
-    def constant(name: str) -> float:
-        raise ValueError(name)
-
-    try:
-        expected = json.loads(body, parse_constant=constant)
-    except ValueError:
-        expected = None
-    if isinstance(expected, dict):
-        assert parse_object(body) == expected
-    else:
-        with pytest.raises(BadRequest):
-            parse_object(body)
-
-
-def test_a_long_list_of_ids_is_read_in_pieces(monkeypatch):
-    lengths = []
-    loads = json.loads
-
-    def counted(text: str, **how: Any) -> Any:
-        lengths.append(len(text))
-        return loads(text, **how)
-
-    monkeypatch.setattr(json, "loads", counted)
-    parsed = parse_object(LONG_BODIES["ids"])
-    assert parsed["prompt"] == list(range(LONG_BYTES // 5))
-    assert max(lengths) < 2 * PIECE_BYTES
 
 
 @pytest.mark.parametrize("kind", BAD_BODIES)
