@@ -19,8 +19,9 @@ from prfaas.scheduler.placing import (
     local_s,
 )
 from prfaas.scheduler.router import Router, RouteRequest
-from prfaas.scheduler.standing import Assumed, Standing
+from prfaas.scheduler.standing import Standing
 from prfaas.scheduler.view import LocalView, PeerView
+from prfaas.scheduler.work import Assumed
 
 FETCH_LINK_RATIO = 2.0
 """A link that is so many times slower than those in the cluster is worth a prefix fetched before."""

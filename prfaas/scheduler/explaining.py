@@ -14,7 +14,8 @@ from prfaas.scheduler.placing import (
     local_s,
     prefill_refusal,
 )
-from prfaas.scheduler.standing import Assumed, Standing
+from prfaas.scheduler.standing import Standing
+from prfaas.scheduler.work import Assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,8 @@ def _decoder(
     hit_tokens = wanted.hit_of(node.name)
     predicted_s = None
     if node.token_s is not None:
-        predicted_s = local_s(wanted, hit_tokens, price, rest)[0] + node.slot_wait_s(guess)
+        predicted_s = local_s(wanted, hit_tokens, price, rest)[0]
+        predicted_s += node.slot_wait_s(guess, wanted.num_sequences)
     return Candidate(
         node=node.name,
         use="decode",
@@ -84,7 +86,7 @@ def _decoder(
         num_active=node.load.num_active,
         queue_tokens=node.load.queue_tokens,
         predicted_ttft_s=predicted_s,
-        cost_s=cost_s(wanted, node, hit_tokens, price, rest),
+        cost_s=cost_s(wanted, node, hit_tokens, rest, guess),
         is_chosen=placed is not None and placed.decode_at == node.name,
     )
 

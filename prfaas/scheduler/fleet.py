@@ -26,6 +26,7 @@ from prfaas.scheduler.placing import (
 from prfaas.scheduler.rebalancer import RebalanceOptions
 from prfaas.scheduler.router import Outcome
 from prfaas.scheduler.standing import FleetLimits, NodeState, Standing, assumed
+from prfaas.scheduler.work import Job
 
 FIRST_OUTPUT_TOKENS = 128.0
 """The length that an answer is taken to have before any has ended."""
@@ -70,6 +71,7 @@ class _Placed:
     cluster: PdCluster
     placed_s: float
     uncached_tokens: int
+    num_sequences: int
     is_prefilled: bool = False
 
 
@@ -203,14 +205,14 @@ class Fleet:
         if isinstance(decided, NoNode):
             return decided
         choice, directed = decided
-        placement = self._placement(choice, directed)
-        self._book(request_id, choice.node, directed, now_s)
+        placement = self._placement(wanted, choice, directed)
+        self._book(request_id, wanted.job(self._assumed), choice.node, directed, now_s)
         return placement
 
     def explain(self, wanted: Wanted, now_s: float) -> Explanation:
         """Return where a request would go, and what speaks for and against each node; changes nothing."""
         decided = self._decide(wanted, now_s)
-        answer = decided if isinstance(decided, NoNode) else self._placement(*decided)
+        answer = decided if isinstance(decided, NoNode) else self._placement(wanted, *decided)
         offers, nodes = self._offers(wanted, now_s), self._nodes.values()
         return Explanation(
             answer=answer,
@@ -331,8 +333,9 @@ class Fleet:
         directed = director.direct(wanted, choice.node, offers[name], guess, now_s, request_id)
         return choice, directed
 
-    def _placement(self, choice: Choice, directed: Directed) -> Placement:
-        predicted_s, wait_s = directed.predicted_ttft_s, choice.node.slot_wait_s(self._assumed)
+    def _placement(self, wanted: Wanted, choice: Choice, directed: Directed) -> Placement:
+        predicted_s = directed.predicted_ttft_s
+        wait_s = choice.node.slot_wait_s(self._assumed, wanted.num_sequences)
         if predicted_s is not None and wait_s:
             predicted_s = None if choice.node.step_s is None else predicted_s + wait_s
         source = directed.source
@@ -346,7 +349,9 @@ class Fleet:
             predicted_ttft_s=predicted_s,
         )
 
-    def _book(self, request_id: str, node: Standing, directed: Directed, now_s: float) -> None:
+    def _book(
+        self, request_id: str, job: Job, node: Standing, directed: Directed, now_s: float
+    ) -> None:
         request, prefill = directed.request, None
         if directed.prefill_at is not None:
             prefill = self._nodes[directed.prefill_at]
@@ -357,12 +362,15 @@ class Fleet:
             cluster=self._clusters[node.heartbeat.cluster],
             placed_s=now_s,
             uncached_tokens=request.uncached_tokens,
+            num_sequences=job.num_sequences,
         )
         self._num_placed += 1
         node.last_chosen = self._num_placed
-        node.load.sent(request_id, 0 if prefill else request.uncached_tokens, now_s)
-        if prefill is not None:
-            prefill.load.sent(request_id, request.peer_tokens(prefill.name), now_s)
+        if prefill is None:
+            job = job._replace(num_tokens=request.uncached_tokens)
+        else:
+            prefill.load.sent(request_id, Job(request.peer_tokens(prefill.name)), now_s)
+        node.load.sent(request_id, job, now_s)
 
     def _prefilled(self, request_id: str, placed: _Placed, outcome: Outcome, now_s: float) -> None:
         """Take a prefill out of flight, once."""
@@ -376,7 +384,8 @@ class Fleet:
 
     def _saw(self, placed: _Placed, output_tokens: int) -> None:
         placed.cluster.converter.saw(placed.uncached_tokens, output_tokens)
-        self._output_tokens += OUTPUT_WEIGHT * (max(1, output_tokens) - self._output_tokens)
+        tokens = max(1.0, output_tokens / placed.num_sequences)
+        self._output_tokens += OUTPUT_WEIGHT * (tokens - self._output_tokens)
 
     def _observed(self, cluster: PdCluster, nodes: list[Standing], now_s: float) -> Observed:
         prfaas = [

@@ -51,6 +51,8 @@ class Heartbeat:
     """Of late, with the batch that there was."""
     free_pages_fraction: float = 1.0
     """Of the pool, free or only cached."""
+    free_kv_bytes: int | None = None
+    """What these pages hold."""
     links: Mapping[str, LinkReport] = field(default_factory=dict)
     """By the node at the other end."""
     peers_usable: Mapping[str, bool] = field(default_factory=dict)

@@ -17,8 +17,9 @@ from prfaas.scheduler.options import SchedulerOptions
 from prfaas.scheduler.placing import Elsewhere, Source, Wanted, prefill_refusal
 from prfaas.scheduler.rebalancer import RebalanceOptions
 from prfaas.scheduler.router import Outcome, Router
-from prfaas.scheduler.standing import Assumed, Standing
+from prfaas.scheduler.standing import Standing
 from prfaas.scheduler.view import PeerView
+from prfaas.scheduler.work import Assumed
 
 FIRST_BYTE_S = 1 / NEAR_BYTES_PER_S
 """Of a byte on a link that no transfer has shown."""

@@ -11,7 +11,8 @@ from math import inf
 from typing import Literal, NamedTuple, get_args
 
 from prfaas.scheduler.router import Reason
-from prfaas.scheduler.standing import Assumed, Price, Refusal, Standing
+from prfaas.scheduler.standing import Refusal, Standing
+from prfaas.scheduler.work import Assumed, Job, Price
 from prfaas.types import RouteName
 
 KvBytes = Callable[[int, int], int]
@@ -74,6 +75,9 @@ class Wanted:
     tail_bytes: KvBytes = no_bytes
     """The part of these that only the last token makes: windows and states."""
     force: RouteName | None = None
+    num_sequences: int = 1
+    max_tokens: int | None = None
+    """That each of them may draw; None is unknown."""
     numerics: str | None = None
     """The fingerprint that the answer began in; None for one that has not begun."""
     excluded: frozenset[str] = frozenset()
@@ -95,6 +99,15 @@ class Wanted:
     def hit_of(self, node: str) -> int:
         """Return the leading tokens that a node has; one at least is left to compute."""
         return self.known_hits.get(node, 0)
+
+    def job(self, guess: Assumed) -> Job:
+        """Return what the request brings to its decoder, but for the prefill."""
+        tokens = guess.output_tokens
+        if self.max_tokens is not None and self.max_tokens < tokens:
+            tokens = float(self.max_tokens)
+        output_tokens = self.num_sequences * tokens
+        num_bytes = self.kv_bytes(self.num_tokens + round(output_tokens), 0)
+        return Job(0, self.num_sequences, output_tokens, num_bytes)
 
     def sizes(self, held_tokens: int) -> tuple[int, int]:
         """Return the bytes that lack for who holds so many tokens, and their tail; worked out once for each."""
@@ -245,27 +258,32 @@ def choose(
 def _cheapest(
     wanted: Wanted, nodes: list[Standing], rests: Mapping[str, Elsewhere], guess: Assumed
 ) -> Standing:
-    hits, num_tokens = wanted.known_hits, wanted.num_tokens
+    hits, num_tokens, job = wanted.known_hits, wanted.num_tokens, wanted.job(guess)
+    output_tokens, num_bytes, is_several = job.output_tokens, job.num_bytes, job.num_sequences > 1
     found: list[tuple[float, int, float, Standing]] = []
     least_s = limit_s = inf
     for node in nodes:
         price = node.load.price
         if price is None or price[0] is not guess:
             price = node.price(guess)
-        _, token_s, queue_s, crowd_s, share = price
-        if crowd_s > limit_s:
+        _, token_s, queue_s, crowd_s, place_s, share, free_bytes = price
+        if is_several or num_bytes > free_bytes:
+            decode_s = node.decode_s(guess, price, job)
+        else:
+            decode_s = output_tokens * crowd_s + place_s
+        if decode_s > limit_s:
             continue
         rest = rests[node.cluster]
         hit_tokens = hits.get(node.name, 0)
         if hit_tokens or node.only_decodes:
-            seconds = cost_s(wanted, node, hit_tokens, price, rest)
+            seconds = decode_s + first_token_s(wanted, node, hit_tokens, price, rest)
         else:  # the same for a node that has nothing of the prompt, without the calls: most have not
             seconds = queue_s + num_tokens * token_s
             fetch_s, source_tokens = rest.cold_fetch_s, rest.source_tokens
             if source_tokens * token_s > fetch_s + MIN_FETCH_GAIN_S:
                 seconds = queue_s if queue_s > fetch_s else fetch_s  # noqa: FURB136
                 seconds += (num_tokens - source_tokens) * token_s + FETCH_CONCERN * fetch_s
-            seconds = crowd_s + (seconds if seconds < rest.cold_s else rest.cold_s)  # noqa: FURB136
+            seconds = decode_s + (seconds if seconds < rest.cold_s else rest.cold_s)  # noqa: FURB136
         if seconds <= limit_s:
             found.append((seconds, hit_tokens, share, node))
             if seconds < least_s:
@@ -279,16 +297,27 @@ def _cheapest(
     return best
 
 
-def cost_s(wanted: Wanted, node: Standing, hit_tokens: int, price: Price, rest: Elsewhere) -> float:
-    """Return the seconds to the first token if a node decodes, wherever the prefill is, and what the crowd costs."""
+def cost_s(
+    wanted: Wanted, node: Standing, hit_tokens: int, rest: Elsewhere, guess: Assumed
+) -> float:
+    """Return the seconds by which decoders are compared: to the first token, and what decoding there costs."""
+    price = node.price(guess)
+    decode_s = node.decode_s(guess, price, wanted.job(guess))
+    return decode_s + first_token_s(wanted, node, hit_tokens, price, rest)
+
+
+def first_token_s(
+    wanted: Wanted, node: Standing, hit_tokens: int, price: Price, rest: Elsewhere
+) -> float:
+    """Return the seconds to the first token if a node decodes, wherever the prefill is."""
     there_s = rest.prefill_s(hit_tokens)
     is_little = wanted.num_tokens - hit_tokens <= MAX_TOKENS_AT_DECODER
     if node.only_decodes and there_s < inf and not is_little:
-        return there_s + price.crowd_s
+        return there_s
     here_s, fetch_s = local_s(wanted, hit_tokens, price, rest)
     # What is fetched takes pages and a link, too, that others want.
     here_s += FETCH_CONCERN * fetch_s
-    return (there_s if there_s < here_s else here_s) + price.crowd_s  # noqa: FURB136 - 2x min()
+    return there_s if there_s < here_s else here_s  # noqa: FURB136 - 2x min()
 
 
 def decode_refusal(wanted: Wanted, node: Standing, now_s: float) -> NoNodeReason | None:

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import inf, isclose, isfinite, isnan
-from typing import Literal, NamedTuple
+from math import inf, isfinite, isnan
+from typing import Literal
 
 from prfaas.scheduler.heartbeat import Heartbeat, Mode
 from prfaas.scheduler.view import known_rate
+from prfaas.scheduler.work import FIRST_STEP_S, FIRST_TOKEN_S, Assumed, Job, Load, Price
 
 NodeState = Literal["ready", "late", "suspected", "refusing", "not_ready", "draining", "dead"]
 """late: its heartbeat is overdue. suspected: a call to it failed, and it was not heard since. refusing: it asked
@@ -14,20 +15,14 @@ for a pause. not_ready: by its own word."""
 Refusal = Literal["suspected", "refusing", "not_ready", "draining", "dead"]
 """The states in which nothing is sent to a node."""
 
-TRANSIT_S = 0.2
-"""What was sent longer ago than this when a heartbeat comes is in its counts."""
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 MAX_REFUSAL_S = 30.0
 MAX_COUNT = 10**12
 """Of anything in a heartbeat."""
 
-FIRST_TOKEN_S = 1e-3
-FIRST_STEP_S = 0.03
-"""What a token's prefill and a decode step are taken to be as long as no node has shown any."""
 CROWD_CONCERN = 0.1
 """Of an answer's time, that a full batch costs beside an empty one: its steps take longer."""
-LIKE_FRACTION = 0.05
 FULL_FRACTION = 0.98
 """Of the pages: with more in use, one waits for others to end."""
 
@@ -49,130 +44,6 @@ class FleetLimits:
             raise ValueError(f"{self}: late, dead and forgotten come in this order")
         if self.max_nodes < 1:
             raise ValueError(f"{self}: no node")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assumed:
-    """What stands in for what a node has not shown yet: the mean of those that have."""
-
-    token_s: float = FIRST_TOKEN_S
-    step_s: float = FIRST_STEP_S
-    output_tokens: float = 1.0
-    """Of an answer."""
-
-    def is_like(self, other: "Assumed") -> bool:
-        """Return whether the difference is less than what anything here is known to."""
-        return (
-            isclose(self.token_s, other.token_s, rel_tol=LIKE_FRACTION)
-            and isclose(self.step_s, other.step_s, rel_tol=LIKE_FRACTION)
-            and isclose(self.output_tokens, other.output_tokens, rel_tol=LIKE_FRACTION)
-        )
-
-
-class Price(NamedTuple):
-    """What a node takes, as far as it does not depend on the prompt."""
-
-    guess: Assumed
-    token_s: float
-    """Of a token's prefill."""
-    queue_s: float
-    """Until a prefill begins."""
-    crowd_s: float
-    """What the sequences there cost one more: longer steps, and the wait for a place."""
-    share: float
-    """Of its batch, in use."""
-
-
-class Load:
-    """The work at a node: what it reported, what was sent since, and what of both has ended.
-
-    A report has what was sent TRANSIT_S before it and earlier; what came later is on the way and is
-    added. So work counts from the decision on, once.
-    """
-
-    def __init__(self) -> None:
-        self._reported_active = 0
-        self._reported_tokens = 0
-        self._on_the_way: dict[str, tuple[float, int]] = {}
-        """Request -> (when it was sent, tokens to prefill)."""
-        self._there: dict[str, int] = {}
-        self.num_active = 0
-        """Requests, ours and others'."""
-        self.queue_tokens = 0
-        """Prompt tokens to prefill."""
-        self.price: Price | None = None
-        """What all this costs, kept by whoever worked it out until the load changes."""
-
-    @property
-    def num_queued(self) -> int:
-        """Return how many prompts of ours wait for their prefill there, or are in it."""
-        on_the_way = sum(tokens > 0 for _, tokens in self._on_the_way.values())
-        return on_the_way + sum(tokens > 0 for tokens in self._there.values())
-
-    @property
-    def inflight(self) -> set[str]:
-        """Return our requests that are there, or on the way."""
-        return {*self._on_the_way, *self._there}
-
-    @property
-    def num_inflight(self) -> int:
-        """Return how many of our requests are there, or on the way."""
-        return len(self._on_the_way) + len(self._there)
-
-    def reported(self, num_active: int, queue_tokens: int, now_s: float) -> None:
-        """Take the node's own counts for all that has arrived."""
-        arrived = [
-            request_id
-            for request_id, (sent_s, _) in self._on_the_way.items()
-            if sent_s <= now_s - TRANSIT_S
-        ]
-        for request_id in arrived:
-            self._there[request_id] = self._on_the_way.pop(request_id)[1]
-        self._reported_active, self._reported_tokens = num_active, queue_tokens
-        self._add_up()
-
-    def sent(self, request_id: str, num_tokens: int, now_s: float) -> None:
-        """Count a request with so many tokens to prefill there."""
-        assert request_id not in self._on_the_way, f"{request_id} is on the way"
-        assert request_id not in self._there, f"{request_id} is there"
-        self._on_the_way[request_id] = (now_s, num_tokens)
-        self._add_up()
-
-    def computed(self, request_id: str) -> None:
-        """Take note that the request's prefill is done."""
-        if request_id in self._on_the_way:
-            self._on_the_way[request_id] = (self._on_the_way[request_id][0], 0)
-        else:
-            self._reported_tokens = max(0, self._reported_tokens - self._there[request_id])
-            self._there[request_id] = 0
-        self._add_up()
-
-    def ended(self, request_id: str) -> None:
-        """Take a request out of the counts."""
-        if request_id in self._on_the_way:
-            del self._on_the_way[request_id]
-        else:
-            tokens = self._there.pop(request_id)
-            self._reported_tokens = max(0, self._reported_tokens - tokens)
-            self._reported_active = max(0, self._reported_active - 1)
-        self._add_up()
-
-    def check(self) -> None:
-        """Re-derive the sums."""
-        assert not self._on_the_way.keys() & self._there.keys()
-        assert min(self._reported_active, self._reported_tokens) >= 0
-        num_active, queue_tokens = self.num_active, self.queue_tokens
-        self._add_up()
-        assert (num_active, queue_tokens) == (self.num_active, self.queue_tokens)
-        assert self.num_active >= self.num_inflight
-
-    def _add_up(self) -> None:
-        num_late = len(self._on_the_way)
-        # A report may lack a request of ours that just ended there; it is ours until we know.
-        self.num_active = max(self._reported_active, len(self._there)) + num_late
-        self.price = None
-        late_tokens = sum(tokens for _, tokens in self._on_the_way.values())
-        self.queue_tokens = self._reported_tokens + late_tokens
 
 
 class Standing:
@@ -261,16 +132,32 @@ class Standing:
                 token_s,
                 load.queue_tokens * token_s,
                 self._crowd_s(guess),
+                self._place_s(guess),
                 load.num_active / self.max_running,
+                load.free_bytes,
             )
         return price
 
-    def slot_wait_s(self, guess: Assumed) -> float:
-        """Return the seconds until one more sequence has a place in the batch: they end one after the other."""
-        num_ahead = self.load.num_active - self.max_running + 1
+    def slot_wait_s(self, guess: Assumed, num_sequences: int = 1) -> float:
+        """Return the seconds until so many more have a place in the batch: those there end one after the other."""
+        num_ahead = self.load.num_active - self.max_running + num_sequences
         if num_ahead <= 0:
             return 0.0
         return num_ahead * self._answer_s(guess) / self.max_running
+
+    def decode_s(self, guess: Assumed, price: Price, job: Job) -> float:
+        """Return what it costs to decode here rather than at an empty node of endless room.
+
+        Its own tokens take longer in a fuller batch, and so do all others beside it; and it may have to wait, for
+        places in the batch and for pages.
+        """
+        seconds = job.output_tokens * price.crowd_s
+        seconds += (
+            price.place_s if job.num_sequences == 1 else self._place_s(guess, job.num_sequences)
+        )
+        if job.num_bytes > price.free_bytes:
+            seconds += self._answer_s(guess) * (1 - max(0, price.free_bytes) / job.num_bytes)
+        return seconds
 
     def age_s(self, now_s: float) -> float:
         """Return the seconds since it was heard."""
@@ -316,14 +203,19 @@ class Standing:
         assert self.clear_until_s == -inf or self.refusal(self.clear_until_s) is None
 
     def _answer_s(self, guess: Assumed) -> float:
-        return (self.step_s or guess.step_s) * guess.output_tokens
+        """Return what one of the answers there takes, on average."""
+        return (self.step_s or guess.step_s) * self.load.mean_output_tokens(guess)
 
     def _crowd_s(self, guess: Assumed) -> float:
-        answer_s, num_active = self._answer_s(guess), self.load.num_active
-        seconds = CROWD_CONCERN * answer_s * max(num_active / self.max_running, self.pages_used)
+        share = max(self.load.num_active / self.max_running, self.pages_used)
+        return CROWD_CONCERN * (self.step_s or guess.step_s) * share
+
+    def _place_s(self, guess: Assumed, num_sequences: int = 1) -> float:
+        """Return the wait for places in the batch, and for a page where all are in use."""
+        seconds = self.slot_wait_s(guess, num_sequences)
         if self.pages_used > FULL_FRACTION:
-            seconds += answer_s / max(1, num_active)
-        return seconds + self.slot_wait_s(guess)
+            seconds += self._answer_s(guess) / max(1, self.load.num_active)
+        return seconds
 
     def _take(self, heartbeat: Heartbeat, numerics: str, now_s: float) -> None:
         self.heartbeat, self.numerics, self.heard_s = heartbeat, numerics, now_s
@@ -336,7 +228,13 @@ class Standing:
         free = heartbeat.free_pages_fraction
         self.pages_used = 1 - min(max(free, 0.0), 1.0) if isfinite(free) else 0.0
         num_active = _count(heartbeat.num_running) + _count(heartbeat.num_waiting)
-        self.load.reported(num_active, _count(heartbeat.num_waiting_tokens), now_s)
+        free_bytes = heartbeat.free_kv_bytes
+        self.load.reported(
+            num_active,
+            _count(heartbeat.num_waiting_tokens),
+            inf if free_bytes is None else _count(free_bytes),
+            now_s,
+        )
         self._settle()
 
     def _settle(self) -> None:

@@ -185,6 +185,8 @@ class FleetDriver:
             kv_bytes=no_bytes if self.layout is None else self.layout.bytes_needed,
             tail_bytes=no_bytes if self.layout is None else self._tail_bytes,
             force=force,
+            num_sequences=request.num_choices,
+            max_tokens=max(1, request.sampling.max_tokens - num_drawn),
             numerics=numerics,
             excluded=excluded,
         )

@@ -101,6 +101,7 @@ def encode_heartbeat(message: HeartbeatMessage) -> bytes:
             "prefill_tokens_per_s": beat.prefill_tokens_per_s,
             "decode_step_s": beat.decode_step_s,
             "free_pages_fraction": beat.free_pages_fraction,
+            "free_kv_bytes": beat.free_kv_bytes,
             "links": {
                 node: [link.rtt_s, link.bytes_per_s, link.retransmit_fraction]
                 for node, link in beat.links.items()
@@ -181,6 +182,11 @@ def _parse_beat(value: dict[str, Any]) -> Heartbeat:
         prefill_tokens_per_s=seconds_or_none(value, "prefill_tokens_per_s"),
         decode_step_s=seconds_or_none(value, "decode_step_s"),
         free_pages_fraction=number_of(value, "free_pages_fraction", 0, 1),
+        free_kv_bytes=(
+            None
+            if value.get("free_kv_bytes") is None
+            else count_of(value, "free_kv_bytes", 0, MAX_COUNT)
+        ),
         links=_mapping_of(value, "links", _parse_link),
         peers_usable=_mapping_of(value, "peers_usable", _parse_flag),
     )

@@ -268,6 +268,7 @@ class Member:
             prefill_tokens_per_s=_finite(load.prefill_tokens_per_s),
             decode_step_s=_finite(load.decode_step_s),
             free_pages_fraction=num_free / num_pages if num_pages else 1.0,
+            free_kv_bytes=num_free * node.layout.page_bytes if num_pages else None,
             links=_links(load),
             peers_usable=load.peers_usable,
         )

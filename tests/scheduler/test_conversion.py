@@ -19,6 +19,7 @@ from prfaas.scheduler.heartbeat import LinkReport, Mode
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.scheduler.rebalancer import RebalanceOptions
 from prfaas.scheduler.standing import FleetLimits, Standing
+from prfaas.scheduler.work import Job
 from tests.scheduler.fleets import beat, fleet_of, placed, prefill_beat, want
 
 OPTIONS = RebalanceOptions(period_s=10.0, dwell_s=60.0, confirmations=3, num_prompts=100)
@@ -182,7 +183,7 @@ def test_the_node_with_the_least_to_finish_is_converted():
     cluster.saw(100, 50_000, 10)
     for name, num in (("n1:1", 3), ("n2:1", 1), ("n3:1", 2)):
         for i in range(num):
-            cluster.nodes[name].load.sent(f"{name}-{i}", 100, 1e9)
+            cluster.nodes[name].load.sent(f"{name}-{i}", Job(100), 1e9)
     for second in range(30):
         cluster.look(float(second))
     assert [change for _, change in cluster.changes] == [Conversion("n2:1", "prefill")]

@@ -1,5 +1,6 @@
 """Placements as operators meet them: load, prefixes, nodes that come and go."""
 
+from collections import Counter
 from dataclasses import replace
 from math import inf, nan
 
@@ -118,6 +119,17 @@ def test_counts_return_to_zero_however_a_request_ends(outcome, has_first_token, 
         fleet.check()
     for member in fleet.members(1.0):
         assert (member.num_inflight, member.num_active, member.queue_tokens) == (0, 0, 0)
+
+
+def test_a_request_counts_as_many_sequences_as_it_draws():
+    fleet = fleet_of(beat("a:1"), beat("b:1"))
+    placed(fleet, "several", want(100, num_sequences=4))
+    assert Counter(member.num_active for member in fleet.members(0.0)) == {4: 1, 0: 1}
+    found = spread(fleet, 4, want(100))
+    assert sorted(found.values()) == [4], "until both have as many"
+    fleet.check()
+    fleet.ended("several", "completed", 1.0, output_tokens=40)
+    fleet.check()
 
 
 def test_what_a_heartbeat_counts_is_not_counted_twice():

@@ -98,6 +98,7 @@ class FleetMachine(RuleBasedStateMachine):
             "max_running": counts[2],
             "num_waiting_tokens": counts[3],
             "free_pages_fraction": free,
+            "free_kv_bytes": None if counts[0] % 2 else counts[3],
         }
         if node in PD:
             links = {name: LinkReport(rtt_s=link, bytes_per_s=link) for name in NODES}
@@ -126,8 +127,10 @@ class FleetMachine(RuleBasedStateMachine):
         force=st.sampled_from([None, None, None, "local", "remote"]),
         numerics=st.sampled_from([None, None, "n", "m"]),
         excluded=st.frozensets(st.sampled_from(NODES), max_size=3),
+        num_sequences=st.sampled_from([1, 1, 3]),
+        max_tokens=st.sampled_from([None, 1, 10_000]),
     )
-    def place(self, num_tokens: int, hits: dict[str, int], force: Any, numerics: str | None, excluded: frozenset[str]) -> None:  # fmt: skip
+    def place(self, num_tokens: int, hits: dict[str, int], force: Any, numerics: str | None, excluded: frozenset[str], num_sequences: int, max_tokens: int | None) -> None:  # fmt: skip
         wanted = Wanted(
             num_tokens=num_tokens,
             hits=hits,
@@ -135,6 +138,8 @@ class FleetMachine(RuleBasedStateMachine):
             force=force,
             numerics=numerics,
             excluded=excluded,
+            num_sequences=num_sequences,
+            max_tokens=max_tokens,
         )
         explained = self.it.explain(wanted, self.now_s)
         request_id = f"r{self.num}"

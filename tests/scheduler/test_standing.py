@@ -5,84 +5,30 @@ from math import inf, nan
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prfaas.scheduler.heartbeat import Heartbeat, Mode
 from prfaas.scheduler.standing import (
-    FIRST_STEP_S,
-    FIRST_TOKEN_S,
     MAX_COUNT,
     MAX_REFUSAL_S,
-    TRANSIT_S,
-    Assumed,
     FleetLimits,
-    Load,
     Standing,
     assumed,
 )
+from prfaas.scheduler.work import FIRST_STEP_S, FIRST_TOKEN_S, Assumed, Job
 from tests.scheduler.fleets import beat, prefill_beat
 
 LIMITS = FleetLimits()
 GUESS = Assumed(token_s=1e-4, step_s=0.02, output_tokens=100.0)
 
 
+def cost_of(node: Standing, job: Job = Job(output_tokens=100.0)) -> float:  # noqa: B008
+    return node.decode_s(GUESS, node.price(GUESS), job)
+
+
 def standing(heartbeat: Heartbeat | None = None, **changes: Any) -> Standing:
     return Standing(heartbeat or beat(**changes), "n", LIMITS, 0.0)
-
-
-class HonestNode(RuleBasedStateMachine):
-    """A node that reports all that has arrived: the load is then never less than what is there and coming."""
-
-    def __init__(self):
-        super().__init__()
-        self.load, self.now_s, self.num = Load(), 0.0, 0
-        self.tokens: dict[str, int] = {}
-        self.sent_s: dict[str, float] = {}
-        self.foreign = 0
-
-    @rule(tokens=st.integers(0, 1000))
-    def send(self, tokens):
-        name = f"r{self.num}"
-        self.num += 1
-        self.tokens[name], self.sent_s[name] = tokens, self.now_s
-        self.load.sent(name, tokens, self.now_s)
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def compute(self, data):
-        name = data.draw(st.sampled_from(sorted(self.tokens)))
-        self.tokens[name] = 0
-        self.load.computed(name)
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def end(self, data):
-        name = data.draw(st.sampled_from(sorted(self.tokens)))
-        del self.tokens[name], self.sent_s[name]
-        self.load.ended(name)
-
-    @rule(seconds=st.sampled_from([0.0, 0.1, 0.2, 1.0]), foreign=st.integers(0, 3))
-    def report(self, seconds, foreign):
-        self.now_s += seconds
-        self.foreign = foreign
-        there = [name for name, sent_s in self.sent_s.items() if sent_s <= self.now_s - TRANSIT_S]
-        tokens = sum(self.tokens[name] for name in there)
-        self.load.reported(len(there) + foreign, tokens, self.now_s)
-
-    @invariant()
-    def is_exact(self):
-        self.load.check()
-        assert self.load.inflight == self.tokens.keys()
-        assert self.load.num_inflight == len(self.tokens)
-        assert self.load.num_active == len(self.tokens) + self.foreign
-        assert self.load.queue_tokens == sum(self.tokens.values())
-        assert self.load.num_queued == sum(tokens > 0 for tokens in self.tokens.values())
-
-
-TestHonestNode = HonestNode.TestCase
-TestHonestNode.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
 
 
 @pytest.mark.parametrize(
@@ -205,34 +151,58 @@ def test_counts_are_bounded_whatever_a_node_says(value):
         num_waiting_tokens=value,
         max_running=value,
         free_pages_fraction=value,
+        free_kv_bytes=value,
     )
     assert 0 <= node.load.num_active <= 2 * MAX_COUNT
     assert 0 <= node.load.queue_tokens <= MAX_COUNT
     assert 1 <= node.max_running <= MAX_COUNT
     assert 0 <= node.pages_used <= 1
-    assert node.price(GUESS).crowd_s >= 0
+    assert 0 <= cost_of(node) < inf
 
 
 def test_more_requests_never_cost_less():
     costs = []
     for num in range(40):
         node = standing(num_running=num, max_running=16)
-        costs.append(node.price(GUESS).crowd_s)
+        costs.append(cost_of(node))
     assert all(low < high for low, high in pairwise(costs))
     # The 33rd of 16 at once waits for 17 of them to end: one answer of 2 s and a sixteenth.
     assert standing(num_running=32, max_running=16).slot_wait_s(GUESS) == pytest.approx(2 * 17 / 16)
 
 
+def test_what_is_sent_to_a_node_takes_room_until_it_ends_or_is_reported():
+    node = standing(free_kv_bytes=1000)
+    big = Job(num_sequences=3, num_bytes=800)
+    node.load.sent("r", big, 0.0)
+    assert (node.load.free_bytes, node.load.num_active) == (200, 3)
+    assert cost_of(node, Job(num_bytes=200)) < cost_of(node, Job(num_bytes=201))
+    node.heard(beat(free_kv_bytes=300, num_running=3), "n", 1.0)
+    assert (node.load.free_bytes, node.load.num_active) == (300, 3)
+    node.load.ended("r")
+    assert node.load.num_active == 0
+
+
+def test_places_are_waited_for_as_long_as_the_answers_there_are_expected_to_take():
+    """One place is free, by then an answer of the mean ends each eighth of 2 s."""
+    node = standing(num_running=0, max_running=8)
+    node.load.sent("r", Job(num_sequences=8, output_tokens=800.0), 0.0)
+    waits_s = node.slot_wait_s(GUESS)
+    node.load.ended("r")
+    node.load.sent("r", Job(num_sequences=8, output_tokens=8.0), 0.0)
+    assert waits_s == pytest.approx(2.0 / 8)
+    assert node.slot_wait_s(GUESS) == pytest.approx(waits_s / 100)
+
+
 def test_a_node_without_free_pages_is_as_good_as_full():
     full, empty = standing(free_pages_fraction=0.0), standing(free_pages_fraction=1.0)
-    assert full.price(GUESS).crowd_s > empty.price(GUESS).crowd_s + 1.0
+    assert cost_of(full) > cost_of(empty) + 1.0
 
 
 def test_a_price_is_worked_out_anew_when_anything_has_changed():
     node = standing(num_waiting_tokens=1000)
     first = node.price(GUESS)
     assert node.price(GUESS) is first
-    node.load.sent("r", 1000, 0.0)
+    node.load.sent("r", Job(1000), 0.0)
     assert node.price(GUESS).queue_s == pytest.approx(2 * first.queue_s)
     node.heard(beat(prefill_tokens_per_s=20_000.0), "n", 1.0)
     assert node.price(GUESS).token_s == pytest.approx(first.token_s / 2)

@@ -241,7 +241,7 @@ class SchedulerHost:
     """A scheduler on a port."""
 
     def __init__(
-        self, key: ClusterKey | None, options: TransportOptions, patience_s: float
+        self, key: ClusterKey | None, options: TransportOptions, patience_s: float = 0.0
     ) -> None:
         self.key = key
         self.node = SchedulerNode(

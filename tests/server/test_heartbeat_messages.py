@@ -48,6 +48,7 @@ messages = st.builds(
         prefill_tokens_per_s=rates,
         decode_step_s=rates,
         free_pages_fraction=st.floats(0, 1),
+        free_kv_bytes=st.one_of(st.none(), st.integers(0, 1 << 50)),
         links=st.dictionaries(
             names,
             st.builds(LinkReport, rtt_s=rates, bytes_per_s=rates, retransmit_fraction=rates),
@@ -126,7 +127,7 @@ def _changed(data: bytes, path: tuple[str, ...], to: Any) -> bytes:
         (("node",), ""), (("node",), 5), (("node",), "a\nb"), (("node",), "[:]:1"), (("node",), "u@h:1"), (("role",), "scheduler"), (("mode",), "all"),
         (("epoch",), -1), (("epoch",), True), (("is_ready",), None), (("max_running",), 0),
         (("num_waiting_tokens",), 1.5), (("prefill_tokens_per_s",), -1), (("decode_step_s",), "x"),
-        (("free_pages_fraction",), 1.1), (("links",), []), (("links", "a"), [1, 2]), (("links", "a"), [1, 2, -3]),
+        (("free_pages_fraction",), 1.1), (("free_kv_bytes",), -1), (("free_kv_bytes",), 1.5), (("links",), []), (("links", "a"), [1, 2]), (("links", "a"), [1, 2, -3]),
         (("links",), {"x" * 257: [1, 2, 3]}), (("links",), {str(n): [1, 2, 3] for n in range(1025)}),
         (("peers_usable", "a"), 1), (("identity",), {}), (("layout",), None), (("layout", "block_tokens"), 0),
         (("max_context_tokens",), 0), (("changes",), []), (("changes", "sequence"), 0),

@@ -156,6 +156,7 @@ async def test_a_heartbeat_says_how_the_node_is():
         0.02,
     )
     assert beat.free_pages_fraction == 0.75
+    assert beat.free_kv_bytes == 6 * node.layout.page_bytes
     assert beat.links == {"p:1": LinkReport(rtt_s=0.01, bytes_per_s=1e6)}
     assert beat.peers_usable == {"p:1": True}
     assert scheduler.heard[0].max_context_tokens == 2048
