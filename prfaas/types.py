@@ -83,6 +83,30 @@ class RequestEnded:
     error: str | None = None
 
 
+TryOutcome = Literal["running", "completed", "cancelled", "refused", "failed"]
+"""cancelled: nobody wanted it any more, or it was a bad request. refused: the node had no room."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Try:
+    """One node that a scheduler gave a request to, and what came of it."""
+
+    node: str
+    node_reason: str
+    """Why that one."""
+    reason: str
+    """Why it was to be prefilled where it was."""
+    prefill_at: str | None
+    """None is the node itself."""
+    prefix_from: str | None
+    waited_s: float
+    """Until there was a node for it."""
+    num_tokens: int = 0
+    """That came from there."""
+    outcome: TryOutcome = "running"
+    error: str | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
     """The story of one request: what every answer can say about itself.
@@ -110,6 +134,8 @@ class RequestRecord:
     """Why that one."""
     retries: int = 0
     """Nodes that it was given to before."""
+    tries: list[Try] = field(default_factory=list)
+    """At a scheduler: the nodes that it was given to, one after the other."""
     predicted_ttft_s: float | None = None
     ttft_s: float | None = None
     completion_tokens: int = 0

@@ -45,7 +45,7 @@ from prfaas.transport.fleet_messages import (
     encode_stop_choice,
     parse_line,
 )
-from prfaas.types import RequestRecord, RouteName, TokenEvent
+from prfaas.types import RequestRecord, RouteName, TokenEvent, Try
 
 if TYPE_CHECKING:
     from prfaas.scheduler import fleet
@@ -98,6 +98,8 @@ class Relay:
         """Of the nodes that have drawn; None if nothing was."""
         self._has_answered = False
         """The node of this try has drawn something: the prefill is done."""
+        self._has_ended = False
+        """It has said its last word: a client that has its answer leaves before the connection is at rest."""
         self._excluded: set[str] = set()
         """Nodes that were tried, while there are others."""
         self._unable: set[str] = set()
@@ -122,7 +124,8 @@ class Relay:
         """Return where the request goes now, or as soon as there is a node for it."""
         if self._num_failures >= MAX_FAILURES:
             raise EngineError(f"{self._num_failures} nodes failed with this request")
-        until_s = self._clock() + self._patience_s
+        began_s = self._clock()
+        until_s = began_s + self._patience_s
         while True:
             hits = await self._driver.hits(self._keys)
             placed = self._placed(hits)
@@ -130,7 +133,8 @@ class Relay:
                 self._excluded = set(self._unable)  # those that were tried may be well again
                 placed = self._placed(hits)
             if isinstance(placed, Placement):
-                return self._noted(placed, hits)
+                self._note(placed, hits, self._clock() - began_s)
+                return placed
             left_s = until_s - self._clock()
             if not placed.may_pass or left_s <= 0:
                 raise self._unplaced(placed)
@@ -151,9 +155,19 @@ class Relay:
         )
         return self._driver.fleet.place(self._request.request_id, wanted, self._clock())
 
-    def _noted(self, placed: Placement, hits: Mapping[str, int]) -> Placement:
-        """Return a placement that the record tells of."""
+    def _note(self, placed: Placement, hits: Mapping[str, int], waited_s: float) -> None:
+        """Tell of a placement in the record and the log."""
         record = self._generation.record
+        record.tries.append(
+            Try(
+                node=placed.decode_at,
+                node_reason=placed.decode_reason,
+                reason=placed.reason,
+                prefill_at=placed.prefill_at,
+                prefix_from=placed.prefix_from,
+                waited_s=waited_s,
+            )
+        )
         record.node, record.node_reason = placed.decode_at, placed.decode_reason
         if not record.retries:
             record.predicted_ttft_s = placed.predicted_ttft_s
@@ -167,7 +181,10 @@ class Relay:
             hit_tokens=hits.get(placed.decode_at, 0),
             predicted_ttft_s=placed.predicted_ttft_s,
         )
-        return placed
+
+    @property
+    def _num_drawn(self) -> int:
+        return sum(map(len, self._generation.drawn_tokens))
 
     def _unplaced(self, nobody: NoNode) -> PrfaasError:
         """Return what to say to a request that no node takes; what broke is in the log."""
@@ -188,10 +205,10 @@ class Relay:
         outcome: fleet.Ended = "cancelled"
         retry_after_s = MIN_RETRY_S
         self._route_outcome = None
-        self._has_answered = False
+        self._has_answered = self._has_ended = False
+        num_before = self._num_drawn
         try:
             await self._converse(placement)
-            outcome = "completed"
         except BadRequest:
             raise
         except PromptRefused as error:
@@ -207,28 +224,33 @@ class Relay:
                 self._num_failures += 1
                 self._failed(node, error)
             else:  # all tokens have come, only the node's last word has not
+                self._has_ended = True
                 self._generation.put(self._last)
-                outcome = "completed"
         finally:
             self._generation.on_stop_choice = None
+            if self._has_ended:
+                outcome = "completed"
+            this = self._generation.record.tries[-1]
+            this.outcome, this.num_tokens = outcome, self._num_drawn - num_before
             self._driver.fleet.ended(
                 self._request.request_id,
                 outcome,
                 self._clock(),
                 route_outcome=self._route_outcome,
-                output_tokens=sum(map(len, self._generation.drawn_tokens)),
+                output_tokens=self._num_drawn,
                 retry_after_s=retry_after_s,
             )
-        return outcome == "completed"
+        return self._has_ended
 
     def _failed(self, node: str, error: PrfaasError) -> None:
         self._excluded.add(node)
         self._failure = error
+        self._generation.record.tries[-1].error = str(error)
         log.warning(
             "request.failed_over",
             node=node,
             error=str(error),
-            num_drawn=sum(map(len, self._generation.drawn_tokens)),
+            num_drawn=self._num_drawn,
         )
 
     async def _converse(self, placement: Placement) -> None:
@@ -294,7 +316,7 @@ class Relay:
                 if self._open:
                     raise ProtocolError(f"an answer that lacks {len(self._open)} choices")
                 self._tell(record)
-                self._route_outcome = _outcome_of(outcome)
+                self._route_outcome, self._has_ended = _outcome_of(outcome), True
                 if self._last is not None:
                     self._generation.put(self._last)
                 return True

@@ -223,6 +223,14 @@ async def test_with_no_node_the_request_may_come_back_later():
             await fleet.host.ask(request())
 
 
+async def test_what_was_answered_has_ended_well_though_its_client_left_at_once():
+    async with scripted_fleet(1) as fleet:
+        for num_choices in (1, 2):
+            asked = request(num_choices=num_choices, max_tokens=MAX_TOKENS)
+            (told,) = (await fleet.host.ask(asked)).record.tries
+            assert (told.outcome, told.num_tokens) == ("completed", num_choices * MAX_TOKENS)
+
+
 @pytest.mark.parametrize("position", [0, 3], ids=["before it began", "midway"])
 async def test_an_answer_waits_for_its_only_node_to_be_heard_again(position):
     async with scripted_fleet(1, patience_s=60.0) as fleet:

@@ -139,6 +139,18 @@ async def test_an_answer_is_the_same_when_its_node_dies_after_the_first_delta():
         story = events[-1]["usage"]["prfaas"]
         assert (story["retries"], story["node"] != dying.name) == (1, True)
         assert events[-1]["usage"]["completion_tokens"] == 6
+        _, record = await face.get(f"/debug/requests/{headers['X-Request-Id']}")
+        assert [
+            (each["node"], each["outcome"], each["num_tokens"]) for each in record["tries"]
+        ] == [(dying.name, "failed", 1), (story["node"], "completed", 5)]
+        first, second = record["tries"]
+        assert (first["reason"], first["node_reason"], first["prefill_at"]) == (
+            "short",
+            "least_loaded",
+            None,
+        )
+        assert dying.name in first["error"]
+        assert (second["error"], second["waited_s"] < 60) == (None, True)
 
 
 async def test_an_answer_that_nobody_can_continue_ends_with_an_error_and_nothing_twice():

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from typing import Literal
 
@@ -218,6 +218,7 @@ def record_body(record: RequestRecord) -> Json:
         "completion_tokens": record.completion_tokens,
         "finish_reasons": {str(index): why for index, why in record.finish_reasons.items()},
         **story_body(record),
+        "tries": [asdict(each) for each in record.tries],
     }
 
 
