@@ -90,10 +90,12 @@ class SequenceState:
             self.history.append(token)
 
     def tell_of_hit(self, layout: CacheLayout) -> None:
-        """Tell the sink what the cache has beyond the submission's hit; once, at its beginning."""
+        """Tell the sink what the cache has beyond the submission's hit; once, as it gets its first tokens."""
         if self.is_new:
             self.is_new = False
             announce_hit(self.table, layout, self.owner.publishing, known_tokens=self.told_tokens)
+            if self.owner.submission.sink is not None:
+                self.owner.submission.sink.progress(self.resume_tokens)
 
     def extend_keys(self, cache: PrefixCache, num_tokens: int) -> None:
         """Give the table the keys of all whole blocks within the first `num_tokens` tokens."""

@@ -30,7 +30,10 @@ class PageSink(Protocol):
         """
 
     def progress(self, num_tokens: int) -> None:
-        """Hear that the first `num_tokens` prompt tokens are computed."""
+        """Hear that the first `num_tokens` prompt tokens are computed.
+
+        Comes after each step of the prompt, and once before the first with what the cache has of it.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

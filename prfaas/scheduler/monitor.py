@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from prfaas.scheduler.arrivals import Arrival, Arrivals, Stretch
+
 Verdict = Literal["wait", "stuck", "slower_than_local"]
 
 GRACE_S = 2.0
@@ -16,6 +18,10 @@ SLOWER_FACTOR = 1.5
 SLOWER_MARGIN_S = 1.0
 LAGGING_FRACTION = 0.5
 """Of the time in which bytes came: if they lagged so long, their rate is the link's."""
+LATE_FRACTION = 0.2
+"""Of the bytes: if so many came after all was computed, nothing but the link has paced these."""
+MIN_WORDS, MIN_STRETCH_S = 3, 0.02
+"""Bytes that fewer words brought, or that came sooner, lay in some buffer: they tell of no link."""
 IDLE_FACTOR = 10.0
 """A peer that lives but moves nothing is stuck after this many stall timeouts."""
 
@@ -28,6 +34,8 @@ class TransferRates:
     link_bytes_per_s: float | None
     is_link_bound: bool = True
     """Bytes waited for the link; else it carries that at least."""
+    wire_fraction: float | None = None
+    """Of each byte of KV, what crossed the link."""
 
 
 class TransferMonitor:
@@ -74,30 +82,37 @@ class TransferMonitor:
         self._computing: tuple[float, int] | None = None
         """(since when, tokens done then) nobody's tokens are ahead of ours."""
         self._computed_s: float | None = None
-        self._first_bytes: tuple[float, int] | None = None
-        """(when, how many) bytes came first."""
-        self._last_bytes_s = started_s
+        self._told: tuple[float, float, int] | None = None
+        """(from when, until when, tokens computed meanwhile), by the peer's own word."""
+        self._arrivals = Arrivals()
         self._lag: tuple[float, int] | None = None
         """(since when, bytes then) the bytes that came are fewer than those that were ready."""
         self._lagged_s = 0.0
         """For so long they were, since the first came."""
 
     def progressed(
-        self, *, now_s: float, num_bytes: int, tokens_done: int, tokens_ahead: int
+        self,
+        *,
+        now_s: float,
+        num_bytes: int,
+        tokens_done: int,
+        tokens_ahead: int,
+        num_link_bytes: int | None = None,
     ) -> None:
         """Take note of a verified frame and the totals after it.
 
-        `tokens_ahead` are other prompts' tokens that the peer computes before ours.
+        `tokens_ahead` are other prompts' tokens that the peer computes before ours, `num_link_bytes` what has
+        come over the link in all: other transfers share it. None: nothing else has come.
         """
         before_s, self._heard_s = self._heard_s, max(self._heard_s, now_s)
         now_s = self._heard_s
-        if self._lag is not None and self._first_bytes is not None:
+        if self._lag is not None and self._arrivals:
             self._lagged_s += now_s - before_s
         if tokens_ahead == 0 and self._computing is None:
             self._computing = (now_s, tokens_done)
         if num_bytes > self._num_bytes:
-            self._last_bytes_s = now_s
-            self._first_bytes = self._first_bytes or (now_s, num_bytes)
+            in_all = num_bytes if num_link_bytes is None else num_link_bytes
+            self._arrivals.add(Arrival(now_s, num_bytes, in_all))
         totals = (num_bytes, tokens_done, tokens_ahead)
         if totals != (self._num_bytes, self._tokens_done, self._tokens_ahead):
             self._moved_s = now_s
@@ -109,6 +124,13 @@ class TransferMonitor:
             self._lag = None
         elif self._lag is None:
             self._lag = (now_s, num_bytes)
+
+    def computed(self, *, began_s: float, ended_s: float, num_tokens: int) -> None:
+        """Take the peer's word on when it began with the prompt and had computed it, on our clock.
+
+        `num_tokens` it computed meanwhile, of all prompts that it worked on.
+        """
+        self._told = (began_s, ended_s, num_tokens)
 
     def verdict(self, now_s: float) -> Verdict:
         """Return what to do about the transfer now.
@@ -147,22 +169,45 @@ class TransferMonitor:
         return left_s
 
     def rates(self, now_s: float) -> TransferRates:
-        """Return what the transfer has reached so far, waiting for its turn left out."""
-        tokens_per_s = None
-        if self._computing is not None:
-            since_s, tokens_done = self._computing
-            end_s = now_s if self._computed_s is None else self._computed_s
-            tokens_per_s = _rate(self._tokens_done - tokens_done, end_s - since_s)
-        bytes_per_s, span_s = None, 0.0
-        if self._first_bytes is not None:
-            since_s, num_bytes = self._first_bytes
-            span_s = self._last_bytes_s - since_s
-            bytes_per_s = _rate(self._num_bytes - num_bytes, span_s)
+        """Return what the transfer has reached so far, waiting for its turn left out.
+
+        Once the peer has said when it had computed all, only what came later is paced by the link alone; before,
+        bytes that lag behind those that can have been sent are taken to wait for it.
+        """
+        late = self._late_stretch
+        if late is not None:
+            return TransferRates(
+                prefill_tokens_per_s=self._tokens_per_s(now_s),
+                link_bytes_per_s=_rate(late.num_link_bytes, late.seconds),
+            )
+        whole = self._arrivals.behind(-math.inf)
         return TransferRates(
-            prefill_tokens_per_s=tokens_per_s,
-            link_bytes_per_s=bytes_per_s,
-            is_link_bound=self._lagged_s >= LAGGING_FRACTION * span_s,
+            prefill_tokens_per_s=self._tokens_per_s(now_s),
+            link_bytes_per_s=_rate(whole.num_link_bytes, whole.seconds)
+            if _shows_pace(whole)
+            else None,
+            is_link_bound=self._told is None and self._lagged_s >= LAGGING_FRACTION * whole.seconds,
         )
+
+    @property
+    def _late_stretch(self) -> Stretch | None:
+        """What came after all was computed, where that is enough to show the link's pace."""
+        if self._told is None:
+            return None
+        late = self._arrivals.behind(self._told[1])
+        is_much = late.num_bytes >= LATE_FRACTION * self._num_bytes
+        return late if is_much and _shows_pace(late) else None
+
+    def _tokens_per_s(self, now_s: float) -> float | None:
+        """The peer's rate by its own word, else as far as it could be seen from here."""
+        if self._told is not None:
+            began_s, ended_s, num_tokens = self._told
+            return _rate(num_tokens, ended_s - began_s)
+        if self._computing is None:
+            return None
+        since_s, tokens_done = self._computing
+        end_s = now_s if self._computed_s is None else self._computed_s
+        return _rate(self._tokens_done - tokens_done, end_s - since_s)
 
     @property
     def _tokens_left(self) -> int:
@@ -182,6 +227,10 @@ class TransferMonitor:
             return self._num_kv_bytes
         done = max(0, self._tokens_done - self._first_done)
         return self._num_streamed_bytes * done // to_compute
+
+
+def _shows_pace(stretch: Stretch) -> bool:
+    return stretch.num_words >= MIN_WORDS and stretch.seconds >= MIN_STRETCH_S
 
 
 def _at_pace(done: int, left: int, elapsed_s: float) -> float:

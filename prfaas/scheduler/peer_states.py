@@ -81,14 +81,13 @@ def later(peer: PeerView, now_s: float) -> float:
 def learnt(peer: PeerView, rates: TransferRates, num_tokens: int, now_s: float) -> PeerView:
     """Return the view with what a transfer of so many tokens to compute reached.
 
-    One that did not wait for the link says of it what it carries at least: that takes the place of less. So
-    does all that came over it lately, where several transfers shared it.
+    One that did not wait for the link says of it what it carries at least: that takes the place of less.
     """
     link, floor = peer.link_bytes_per_s, peer.link_floor_bytes_per_s
     reached = known_rate(rates.link_bytes_per_s)
     if reached is not None:
         if rates.is_link_bound:
-            floor, link = None, _ewma(link, max(reached, peer.goodput_bytes_per_s or 0.0))
+            floor, link = None, _ewma(link, reached)
         elif link is None:
             floor = max(reached, floor or 0.0)
         else:
@@ -107,6 +106,7 @@ def learnt(peer: PeerView, rates: TransferRates, num_tokens: int, now_s: float) 
         peer,
         link_bytes_per_s=link,
         link_floor_bytes_per_s=floor,
+        wire_fraction=known_rate(rates.wire_fraction) or peer.wire_fraction,
     )
 
 

@@ -274,8 +274,9 @@ class Router:
         is_ready: bool,
         num_queue_tokens: int = 0,
         prefill_tokens_per_s: float | None = None,
+        egress_limit_bytes_per_s: float | None = None,
     ) -> None:
-        """Take note of a compatible peer's word about itself.
+        """Take note of a compatible peer's word about itself; None is unknown, or no limit.
 
         It does not end a backoff that transfers have earned (more than one failure in a row), nor
         the wait an overloaded peer asked for.
@@ -300,6 +301,7 @@ class Router:
                 queue_heard_s=now_s,
                 num_silences=0,
                 reported_tokens_per_s=known_rate(prefill_tokens_per_s),
+                egress_limit_bytes_per_s=known_rate(egress_limit_bytes_per_s),
             )
         )
 

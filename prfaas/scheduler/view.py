@@ -34,6 +34,10 @@ class PeerView:
     over it since."""
     link_floor_bytes_per_s: float | None = None
     """What came over it while none has waited for it: it carries that at least."""
+    egress_limit_bytes_per_s: float | None = None
+    """What it sends at most, by its own word: the link carries no more."""
+    wire_fraction: float = 1.0
+    """Of each byte of KV, what crossed the link of late: the limit is of these."""
     goodput_bytes_per_s: float | None = None
     """What came over it lately, idle times included."""
     rtt_s: float | None = None
@@ -90,6 +94,10 @@ class PeerView:
             floor = known_rate(self.link_floor_bytes_per_s) or 0.0
             link_rate = link_rate or max(self.expected_link.bytes_per_s, floor)
             rtt_s = self.expected_link.rtt_s if rtt_s is None else rtt_s
+        limit = known_rate(self.egress_limit_bytes_per_s)
+        if limit is not None:
+            limit = known_rate(limit / self.wire_fraction) if self.wire_fraction > 0 else None
+            link_rate = min(link_rate or math.inf, limit or math.inf)
         is_clear = self.state == "ready" and self.num_failures <= 0 and self.heard_s is not None
         keep = object.__setattr__
         pace = self.pace or (None if rate is None else Pace(0.0, 1 / rate))

@@ -58,6 +58,8 @@ class Peer:
         """Whatever is under way between us that must not lose its connections."""
         self.num_transfers = 0
         """Of these, KV on its way from there, or waiting to be."""
+        self.num_kv_bytes = 0
+        """Of KV that has come from there, whoever asked for it."""
         self._identity = identity
         self._accept_approximate = options.accept_numerics == "approximate"
         self._router = router
@@ -191,6 +193,7 @@ class Peer:
             is_ready=status.is_ready,
             num_queue_tokens=status.num_waiting_tokens,
             prefill_tokens_per_s=status.prefill_tokens_per_s,
+            egress_limit_bytes_per_s=status.egress_limit_bytes_per_s,
         )
         self._enter("up" if status.is_ready else "not_ready", status.reason)
         self.client.heard()

@@ -2,15 +2,23 @@
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from prfaas.cache.block_table import BlockTable
 from prfaas.cache.spec import CacheLayout, bytes_of_page
+from prfaas.clock import Clock
 from prfaas.engine.submission import EngineLoad, FirstLogits
 from prfaas.errors import EngineError, PrfaasError
 from prfaas.server.engine_thread import EngineStream, EngineThread
 from prfaas.server.places import places_of_prefix, places_of_snapshots, places_to_send
 from prfaas.server.pull import kv_numbers
-from prfaas.transport.messages import TransferRequest, encode_first_tokens
+from prfaas.transport.messages import (
+    FirstTokens,
+    PrefillTimes,
+    TransferRequest,
+    encode_first_tokens,
+)
 from prfaas.transport.outgoing import OutgoingTransfer
 from prfaas.transport.pieces import PagePlace
 from prfaas.transport.sending import outlive
@@ -80,6 +88,21 @@ def in_order(place: PagePlace) -> tuple[int, int, int]:
     return place.block, place.group, place.index
 
 
+class _Computed(NamedTuple):
+    at_s: float
+    num_tokens: int
+    """Of the prompt."""
+    num_all: int
+    """Of all jobs' prompts."""
+
+
+@dataclass(slots=True)
+class JobsProgress:
+    """Prompt tokens that the engine has computed for all jobs of a node; counted on its thread."""
+
+    num_tokens: int = 0
+
+
 class PrefillJob(PageSource):
     """Feeds one transfer: with the pages of the prefix hit, then with what the engine makes.
 
@@ -87,11 +110,25 @@ class PrefillJob(PageSource):
     else on the loop. The pages live in `table`, of which the job has one hold until `run` ends.
     """
 
-    def __init__(self, *, asked: TransferRequest, table: BlockTable, layout: CacheLayout) -> None:
+    def __init__(
+        self,
+        *,
+        asked: TransferRequest,
+        table: BlockTable,
+        layout: CacheLayout,
+        clock: Clock,
+        all_jobs: JobsProgress,
+    ) -> None:
         super().__init__(asked, table, layout)
         self._loop = asyncio.get_running_loop()
         self._asked = asked
+        self._clock = clock
+        self._accepted_s = clock()
+        self._all_jobs = all_jobs
         self._tokens_done = table.hit_tokens
+        self._begun: _Computed | None = None
+        self._last: _Computed | None = None
+        """As the engine said at its beginning, and last."""
         num_tokens = len(asked.request.prompt_tokens)
         self._unsent = set(places_to_send(layout, num_tokens, asked.have_tokens))
         self._unsent_snapshots = set(
@@ -126,9 +163,25 @@ class PrefillJob(PageSource):
 
     def progress(self, num_tokens: int) -> None:
         """Take note how far the prompt is."""
+        if self._begun is not None:
+            self._all_jobs.num_tokens += max(0, num_tokens - self._tokens_done)
         self._tokens_done = num_tokens
+        self._last = _Computed(self._clock(), num_tokens, self._all_jobs.num_tokens)
+        self._begun = self._begun or self._last
 
     # ------------------------------------------------------------ on the loop
+
+    def _times(self) -> PrefillTimes:
+        """Return when the prompt was computed; it is, and its last word has come."""
+        assert self._begun is not None, "the engine drew a token of a prompt that it never began"
+        assert self._last is not None
+        num_tokens = max(0, self._last.num_tokens - self._begun.num_tokens)
+        return PrefillTimes(
+            begun_s=self._begun.at_s - self._accepted_s,
+            computed_s=self._last.at_s - self._accepted_s,
+            num_tokens=num_tokens,
+            num_engine_tokens=max(num_tokens, self._last.num_all - self._begun.num_all),
+        )
 
     def _take_ready(self) -> None:
         self._is_waking = False  # first, so that a page that comes meanwhile wakes us again
@@ -162,7 +215,8 @@ class PrefillJob(PageSource):
                         first_tokens.append(event)
                         if len(first_tokens) == num_choices:
                             first_tokens.sort(key=lambda token: token.choice_index)
-                            payload = encode_first_tokens(first_tokens)
+                            first = FirstTokens(events=tuple(first_tokens), times=self._times())
+                            payload = encode_first_tokens(first)
                             self.transfer.put_urgent(FrameType.FIRST_TOKENS, payload)
                     case FirstLogits():
                         self.transfer.put_urgent(FrameType.LOGITS, event.logits)

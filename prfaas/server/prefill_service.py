@@ -24,7 +24,7 @@ from prfaas.log import get_logger
 from prfaas.server.engine_thread import EngineThread
 from prfaas.server.links import Links
 from prfaas.server.places import bytes_of_places, places_of_prefix, places_of_snapshots
-from prfaas.server.prefill_job import PrefillJob, PrefixJob
+from prfaas.server.prefill_job import JobsProgress, PrefillJob, PrefixJob
 from prfaas.server.prefix_finder import PrefixFinder
 from prfaas.server.transfer_metrics import TransferMetrics
 from prfaas.transport.auth import PeerSide
@@ -80,6 +80,8 @@ class PrefillService:
         self._vocab_size = vocab_size
         self._max_context_tokens = max_context_tokens
         self._metrics = metrics
+        self._clock = clock
+        self._progress = JobsProgress()
         self._transfers: dict[str, OutgoingTransfer | None] = {}
         """None while its prompt is being looked up."""
         self._cancelled: dict[str, None] = {}
@@ -168,6 +170,7 @@ class PrefillService:
             reason=reason,
             num_waiting_tokens=load.num_waiting_tokens,
             prefill_tokens_per_s=load.prefill_tokens_per_s or self._expected_tokens_per_s,
+            egress_limit_bytes_per_s=self._options.egress_limit_bytes_per_s,
         )
 
     def transfer(self, transfer_id: str) -> OutgoingTransfer | None:
@@ -299,7 +302,13 @@ class PrefillService:
 
     def _start_prefill(self, asked: TransferRequest, table: BlockTable) -> OutgoingTransfer:
         """Queue the prompt; the engine and the job each take a hold on the table."""
-        job = PrefillJob(asked=asked, table=table, layout=self._cache.layout)
+        job = PrefillJob(
+            asked=asked,
+            table=table,
+            layout=self._cache.layout,
+            clock=self._clock,
+            all_jobs=self._progress,
+        )
         table.retain()
         try:
             stream = self._engine.submit(

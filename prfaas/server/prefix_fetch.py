@@ -163,8 +163,9 @@ class PrefixFetcher:
             stall_timeout_s=self._options.stall_timeout_s,
         )
         while not pulling.is_finished:
-            num_before = fetch.num_page_bytes
+            num_before, num_kv_before = fetch.num_page_bytes, reception.num_kv_bytes
             await pulling.step()
+            fetch.peer.num_kv_bytes += reception.num_kv_bytes - num_kv_before
             self._metrics.transfer_bytes("received", fetch.num_page_bytes - num_before)
             if fetch.num_page_bytes > num_before:
                 self._judge(monitor, reception, fetch)

@@ -4,13 +4,19 @@ import secrets
 from dataclasses import dataclass, field
 
 from prfaas.cache.block_table import BlockTable
+from prfaas.clock import Clock
 from prfaas.errors import ProtocolError
 from prfaas.scheduler.monitor import TransferRates
 from prfaas.scheduler.router import FIRST_BACKOFF_S, Outcome
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.peer import Peer
 from prfaas.server.pull import Pull
-from prfaas.transport.messages import TransferAccepted, TransferTotals, parse_first_tokens
+from prfaas.transport.messages import (
+    PrefillTimes,
+    TransferAccepted,
+    TransferTotals,
+    parse_first_tokens,
+)
 from prfaas.transport.wire import Frame, FrameHeader, FrameType, decode_progress
 from prfaas.types import Request
 
@@ -34,6 +40,10 @@ class RemoteAttempt:
     local_estimate_s: float | None
     """Seconds that a local prefill would take; None is unknown."""
     is_accepted: bool = False
+    accepted_s: float = 0.0
+    """When the peer's word of that came."""
+    times: PrefillTimes | None = None
+    """As the peer says."""
     peer_hit_tokens: int = 0
     num_page_bytes: int = 0
     """As they crossed the link."""
@@ -65,7 +75,12 @@ class Reception:
     """
 
     def __init__(
-        self, pull: Pull, attempt: RemoteAttempt, generation: RunningGeneration, vocab_size: int
+        self,
+        pull: Pull,
+        attempt: RemoteAttempt,
+        generation: RunningGeneration,
+        vocab_size: int,
+        clock: Clock,
     ) -> None:
         self.is_done = False
         self.has_news = False
@@ -78,6 +93,7 @@ class Reception:
         self._attempt = attempt
         self._generation = generation
         self._vocab_size = vocab_size
+        self._clock = clock
 
     @property
     def lacks_logits(self) -> bool:
@@ -86,7 +102,7 @@ class Reception:
 
     def accepted(self, accepted: TransferAccepted) -> None:
         """See FrameConsumer."""
-        self._attempt.is_accepted = True
+        self._attempt.is_accepted, self._attempt.accepted_s = True, self._clock()
         self._attempt.peer_hit_tokens = self.tokens_done = accepted.hit_tokens
 
     def resolve(self, header: FrameHeader) -> memoryview | None:
@@ -121,18 +137,19 @@ class Reception:
         if self._has_first_tokens:
             raise ProtocolError("first tokens came twice")
         self._has_first_tokens = True
-        events = parse_first_tokens(payload, generation.request)
-        for event in events:
+        first = parse_first_tokens(payload, generation.request)
+        for event in first.events:
             if event.token_id >= self._vocab_size:
                 raise ProtocolError(f"token id {event.token_id}, vocabulary of {self._vocab_size}")
         attempt, record = self._attempt, generation.record
+        attempt.times = first.times
         record.tokens_reused = attempt.base_tokens
         record.tokens_remote = record.prompt_tokens - attempt.base_tokens
         record.exact = record.exact and attempt.is_exact
         # Drawn behind the whole prompt: a PROGRESS that says so may never be sent.
         self.tokens_done, self.tokens_ahead = record.prompt_tokens, 0
         drawn_before = generation.drawn_tokens
-        for event in events:
+        for event in first.events:
             if not drawn_before[
                 event.choice_index
             ]:  # else it goes on behind what another node drew

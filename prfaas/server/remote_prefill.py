@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from prfaas.cache.spec import CacheLayout
@@ -99,7 +100,7 @@ class RemotePrefiller:
             have_tokens=have_tokens,
             snapshot_tokens=asked.snapshot_tokens,
         )
-        reception = Reception(pull, attempt, generation, self._vocab_size)
+        reception = Reception(pull, attempt, generation, self._vocab_size, self._clock)
         numbers = kv_numbers(self._layout, self._identity)
         try:
             async with attempt.peer.client.pull(asked, reception, numbers=numbers) as pulling:
@@ -139,10 +140,12 @@ class RemotePrefiller:
         started_s: float,
     ) -> None:
         monitor = self._monitor(attempt, started_s)
-        num_counted = 0
+        num_counted = num_kv_counted = 0
         try:
             while not pulling.is_finished:
                 await pulling.step()
+                attempt.peer.num_kv_bytes += attempt.num_kv_bytes - num_kv_counted
+                num_kv_counted = attempt.num_kv_bytes
                 self._metrics.transfer_bytes("received", attempt.num_page_bytes - num_counted)
                 num_counted = attempt.num_page_bytes
                 if generation.is_answered and not reception.lacks_logits:
@@ -151,6 +154,9 @@ class RemotePrefiller:
         finally:
             self._metrics.transfer_bytes("received", attempt.num_page_bytes - num_counted)
         attempt.outcome = "completed"
+        if attempt.rates is not None and attempt.num_kv_bytes:
+            wire_fraction = attempt.num_page_bytes / attempt.num_kv_bytes
+            attempt.rates = replace(attempt.rates, wire_fraction=wire_fraction)
 
     def _monitor(self, attempt: RemoteAttempt, started_s: float) -> TransferMonitor:
         num_tokens, have_tokens = len(attempt.request.prompt_tokens), attempt.table.hit_tokens
@@ -177,7 +183,14 @@ class RemotePrefiller:
             num_bytes=attempt.num_kv_bytes,
             tokens_done=reception.tokens_done,
             tokens_ahead=reception.tokens_ahead,
+            num_link_bytes=attempt.peer.num_kv_bytes,
         )
+        if (times := attempt.times) is not None:
+            monitor.computed(
+                began_s=attempt.accepted_s + times.begun_s,
+                ended_s=attempt.accepted_s + times.computed_s,
+                num_tokens=times.num_engine_tokens if times.num_tokens else 0,
+            )
         attempt.rates = monitor.rates(now_s)
         match monitor.verdict(now_s):
             case "stuck":

@@ -69,6 +69,11 @@ def number_of(value: dict[str, Any], name: str, low: float, high: float = math.i
     return number
 
 
+def optional_number_of(value: dict[str, Any], name: str) -> float | None:
+    """Return a finite number that is not negative, or None for null or no such field."""
+    return None if value.get(name) is None else number_of(value, name, 0)
+
+
 def count_of(value: dict[str, Any], name: str, low: int, high: int) -> int:
     """Return an integer within the limits."""
     number = typed(value, name, int)

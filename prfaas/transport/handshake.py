@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, fields
 
 from prfaas.errors import IncompatiblePeer, ProtocolError
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_VALUE_CHARS = 4096
 
 

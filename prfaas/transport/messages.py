@@ -15,6 +15,7 @@ from prfaas.transport.fields import (
     items_of,
     name_of,
     number_of,
+    optional_number_of,
     parse_object,
     shown,
     typed,
@@ -71,6 +72,27 @@ class TransferAccepted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTimes:
+    """When the sender's engine worked on a prompt, in seconds since it took the transfer."""
+
+    begun_s: float
+    computed_s: float
+    """Pages that come later have waited for the link alone."""
+    num_tokens: int
+    """That it computed of the prompt."""
+    num_engine_tokens: int
+    """That it computed meanwhile of all prompts from its peers, these included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstTokens:
+    """What the sender drew behind the prompt, one token for each choice in order."""
+
+    events: tuple[TokenEvent, ...]
+    times: PrefillTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferTotals:
     """What the END frame says, to be compared with what came."""
 
@@ -97,6 +119,8 @@ class PeerStatus:
     reason: str
     num_waiting_tokens: int
     prefill_tokens_per_s: float
+    egress_limit_bytes_per_s: float | None = None
+    """What it sends at most, to all together; None is no limit."""
 
 
 def encode_transfer_request(asked: TransferRequest) -> bytes:
@@ -135,7 +159,7 @@ def parse_transfer_request(data: bytes) -> TransferRequest:
         capability=capability_of(value),
         credit_bytes=count_of(value, "credit_bytes", 0, 1 << 62),
         snapshot_tokens=count_of(value, "snapshot_tokens", 0, MAX_TOKEN_ID),
-        deadline_s=None if value.get("deadline_s") is None else number_of(value, "deadline_s", 0),
+        deadline_s=optional_number_of(value, "deadline_s"),
         cached_only=typed(value, "cached_only", bool),
     )
 
@@ -154,18 +178,36 @@ def codec_of(value: dict[str, Any]) -> CodecName:
     raise ProtocolError(f"field codec is not one of {', '.join(CODEC_NAMES)}")
 
 
-def encode_first_tokens(events: list[TokenEvent]) -> bytes:
-    """Return the payload of FIRST_TOKENS: the first drawn token of every choice."""
-    return dump({"tokens": [token_fields(event) for event in events]})
+def encode_first_tokens(first: FirstTokens) -> bytes:
+    """Return the payload of FIRST_TOKENS."""
+    return dump(
+        {
+            "tokens": [token_fields(event) for event in first.events],
+            "begun_s": first.times.begun_s,
+            "computed_s": first.times.computed_s,
+            "num_tokens": first.times.num_tokens,
+            "num_engine_tokens": first.times.num_engine_tokens,
+        }
+    )
 
 
-def parse_first_tokens(data: bytes, request: Request) -> list[TokenEvent]:
-    """Return one event for each choice of `request`, in order, or raise ProtocolError."""
-    items = items_of(parse_object(data), "tokens")
-    events = [parse_token(item, request.request_id) for item in items]
+def parse_first_tokens(data: bytes, request: Request) -> FirstTokens:
+    """Return one event for each choice of `request`, in order, and the times, or raise ProtocolError."""
+    value = parse_object(data)
+    events = tuple(parse_token(item, request.request_id) for item in items_of(value, "tokens"))
     if [event.choice_index for event in events] != list(range(request.num_choices)):
         raise ProtocolError(f"first tokens do not cover {request.num_choices} choices in order")
-    return events
+    begun_s = number_of(value, "begun_s", 0)
+    num_tokens = count_of(value, "num_tokens", 0, len(request.prompt_tokens))
+    return FirstTokens(
+        events=events,
+        times=PrefillTimes(
+            begun_s=begun_s,
+            computed_s=number_of(value, "computed_s", begun_s),
+            num_tokens=num_tokens,
+            num_engine_tokens=count_of(value, "num_engine_tokens", num_tokens, 1 << 62),
+        ),
+    )
 
 
 def encode_totals(totals: TransferTotals) -> bytes:
@@ -217,6 +259,7 @@ def encode_status(status: PeerStatus) -> bytes:
             "reason": status.reason,
             "num_waiting_tokens": status.num_waiting_tokens,
             "prefill_tokens_per_s": status.prefill_tokens_per_s,
+            "egress_limit_bytes_per_s": status.egress_limit_bytes_per_s,
         }
     )
 
@@ -230,4 +273,5 @@ def parse_status(data: bytes) -> PeerStatus:
         reason=shown(typed(value, "reason", str)),
         num_waiting_tokens=count_of(value, "num_waiting_tokens", 0, 1 << 62),
         prefill_tokens_per_s=number_of(value, "prefill_tokens_per_s", 0),
+        egress_limit_bytes_per_s=optional_number_of(value, "egress_limit_bytes_per_s"),
     )

@@ -1,5 +1,7 @@
 """A link that was once measured counts until the real one is known."""
 
+import math
+
 import pytest
 
 from prfaas.scheduler.monitor import TransferRates
@@ -74,9 +76,45 @@ def test_only_a_transfer_that_waited_for_the_link_says_what_it_carries(seen, exp
     assert learnt(*seen, expected=expected).byte_s == pytest.approx(byte_s)
 
 
-def test_transfers_that_share_a_link_say_together_what_it_carries():
-    assert learnt((50.0, True), goodput=90.0).byte_s == pytest.approx(1 / 90)
-    assert learnt((50.0, True), goodput=20.0).byte_s == pytest.approx(1 / 50)
+def test_goodput_that_idle_times_are_part_of_says_nothing_of_the_link():
+    assert learnt((50.0, True), goodput=90.0).byte_s == pytest.approx(1 / 50)
+
+
+@pytest.mark.parametrize(
+    ("seen", "limit", "wire_fraction", "byte_s"),
+    [
+        ([], None, 1.0, 0.0),
+        ([], 40.0, 1.0, 1 / 40),
+        ([(50.0, True)], 40.0, 1.0, 1 / 40),
+        ([(30.0, True)], 40.0, 1.0, 1 / 30),
+        ([(900.0, False)], 40.0, 1.0, 1 / 40),
+        ([(100.0, True)], 40.0, 0.5, 1 / 80),  # half of the bytes cross the link
+        ([(100.0, True)], 40.0, 0.0, 1 / 40),
+        ([(30.0, True)], math.nan, 1.0, 1 / 30),
+        ([(30.0, True)], 0.0, 1.0, 1 / 30),
+    ],
+)
+def test_a_link_carries_no_more_than_its_sender_s_limit(seen, limit, wire_fraction, byte_s):
+    router = Router(peers=("p",), options=SchedulerOptions())
+    router.heard("p", now_s=0.0, is_ready=True, egress_limit_bytes_per_s=limit)
+    request = RouteRequest(num_tokens=200, hit_tokens=0, num_kv_bytes=1000)
+    for rate, is_link_bound in seen:
+        router.route("r", request, local=LocalView(), now_s=0.0, force="remote")
+        rates = TransferRates(
+            prefill_tokens_per_s=None,
+            link_bytes_per_s=rate,
+            is_link_bound=is_link_bound,
+            wire_fraction=wire_fraction,
+        )
+        router.ended("r", "completed", now_s=0.0, rates=rates)
+    assert router.peer("p").byte_s == pytest.approx(byte_s)
+    router.heard("p", now_s=1.0, is_ready=True)
+    assert router.peer("p").egress_limit_bytes_per_s is None
+
+
+def test_an_expected_link_is_capped_by_its_sender_s_limit():
+    view = PeerView(peer="p", expected_link=LINK, egress_limit_bytes_per_s=LINK.bytes_per_s / 4)
+    assert view.byte_s == pytest.approx(4 / LINK.bytes_per_s)
 
 
 def test_what_is_made_with_the_last_token_comes_after_it():

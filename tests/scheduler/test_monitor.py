@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.scheduler.monitor import GRACE_S, IDLE_FACTOR, TransferMonitor, TransferRates
+from prfaas.scheduler.monitor import (
+    GRACE_S,
+    IDLE_FACTOR,
+    MIN_STRETCH_S,
+    TransferMonitor,
+    TransferRates,
+)
 
 STALL_S = 2.0
 
@@ -234,3 +240,135 @@ def test_a_rate_is_the_link_s_only_if_bytes_waited_for_it(
         assert rates.link_bytes_per_s == pytest.approx(link_bytes_per_s, rel=0.1)
     else:
         assert rates.link_bytes_per_s < 2_000, "as fast as they were made"
+
+
+def late(
+    *, late_bytes: int, num_words: int, late_s: float, streamed_bytes: int = 10_000
+) -> TransferRates:
+    """Rates of a transfer that kept up for a second, and of whose bytes some came after all was computed."""
+    monitor = make(num_kv_bytes=streamed_bytes + late_bytes, local_estimate_s=None)
+    for step in range(1, 11):
+        feed(monitor, 100.0 + step / 10, 100 * step, streamed_bytes * step // 10)
+    for word in range(1, num_words + 1):
+        now_s = 101.0 + late_s * word / num_words
+        feed(monitor, now_s, 1000, streamed_bytes + late_bytes * word // num_words)
+    monitor.computed(began_s=100.0, ended_s=101.0, num_tokens=1000)
+    return monitor.rates(101.0 + late_s)
+
+
+@pytest.mark.parametrize(
+    ("late_bytes", "num_words", "late_s", "is_link_bound"),
+    [
+        (5_000, 10, 0.1, True),
+        (3_700, 4, 0.1, True),
+        (3_200, 4, 0.1, False),
+        (9_000, 2, 0.1, False),
+        (5_000, 10, 0.01, False),
+    ],
+    ids=["a third", "a fifth", "less than a fifth", "two words", "an instant"],
+)
+def test_bytes_after_the_prefill_s_end_give_the_link_s_rate(
+    late_bytes, num_words, late_s, is_link_bound
+):
+    """What the first word behind it brought may have lain somewhere: it counts for nothing."""
+    rates = late(late_bytes=late_bytes, num_words=num_words, late_s=late_s)
+    assert rates.is_link_bound == is_link_bound
+    assert rates.prefill_tokens_per_s == pytest.approx(1000.0)
+    if is_link_bound:
+        assert rates.link_bytes_per_s == pytest.approx(late_bytes / late_s)
+    else:
+        assert rates.link_bytes_per_s == pytest.approx((9_000 + late_bytes) / (0.9 + late_s))
+
+
+@pytest.mark.parametrize("prefill_s", [0.05, 0.1, 0.3])
+@pytest.mark.parametrize("num_words", [20, 100, 5_000])
+def test_a_short_prefill_s_end_tells_a_slow_link_from_a_slow_peer(prefill_s, num_words):
+    """Nothing is heard of tokens on the way; the peer's word comes with the last bytes."""
+    monitor = make(num_kv_bytes=100_000, local_estimate_s=None)
+    for word in range(1, num_words + 1):
+        now_s = 100.02 + word / num_words
+        feed(monitor, now_s, 1000 if word == num_words else 0, 100_000 * word // num_words)
+    monitor.computed(began_s=100.01, ended_s=100.01 + prefill_s, num_tokens=1000)
+    rates = monitor.rates(102.0)
+    assert rates.is_link_bound
+    assert rates.link_bytes_per_s == pytest.approx(100_000, rel=0.02)
+    assert rates.prefill_tokens_per_s == pytest.approx(1000 / prefill_s)
+
+
+def test_transfers_that_share_a_link_each_see_all_that_it_carries():
+    ours, others = make(local_estimate_s=None), make(num_kv_bytes=20_000, local_estimate_s=None)
+    for word in range(1, 11):
+        now_s, done = 100.0 + word / 10, 1000 if word == 10 else 0
+        for monitor, share in ((ours, 1000), (others, 2000)):
+            monitor.progressed(
+                now_s=now_s,
+                num_bytes=share * word,
+                tokens_done=done,
+                tokens_ahead=0,
+                num_link_bytes=70_000 + 3000 * word,
+            )
+    for monitor in (ours, others):
+        monitor.computed(began_s=100.0, ended_s=100.05, num_tokens=1000)
+        rates = monitor.rates(102.0)
+        assert rates.is_link_bound
+        assert rates.link_bytes_per_s == pytest.approx(30_000)
+
+
+def test_a_burst_says_nothing_of_a_link():
+    monitor = make(local_estimate_s=None)
+    for word in range(1, 11):
+        feed(monitor, 100.5 + MIN_STRETCH_S * word / 20, 1000, 1000 * word)
+    assert monitor.rates(101.0).link_bytes_per_s is None
+    monitor.computed(began_s=100.0, ended_s=100.1, num_tokens=1000)
+    assert monitor.rates(101.0).link_bytes_per_s is None
+
+
+def test_a_prompt_that_took_no_time_shows_no_rate_of_a_prefill():
+    monitor = make(tokens_done=1000, local_estimate_s=None)
+    for word in range(1, 11):
+        feed(monitor, 100.0 + word / 10, 1000, 1000 * word)
+    monitor.computed(began_s=100.0, ended_s=100.0, num_tokens=0)
+    rates = monitor.rates(101.0)
+    assert rates.prefill_tokens_per_s is None
+    assert rates.is_link_bound
+    assert rates.link_bytes_per_s == pytest.approx(10_000)
+
+
+@given(
+    words=st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 1e-9, 0.001, 0.02, 0.5]),
+            st.sampled_from([0, 1, 500, 1000]),
+            st.sampled_from([0, 1, 100, 9_000]),
+            st.sampled_from([0, 0, 7]),
+            st.sampled_from([0, 0, 50_000]),
+        ),
+        max_size=12,
+    ),
+    num_kv_bytes=st.sampled_from([0, 1, 3, 10_000]),
+    told=st.none()
+    | st.tuples(st.floats(99, 103), st.sampled_from([0.0, 1e-9, 0.1, 1e9]), st.integers(0, 10**6)),
+)
+def test_rates_are_absent_or_positive_and_an_instant_never_gives_one(words, num_kv_bytes, told):
+    monitor = make(num_kv_bytes=num_kv_bytes, num_streamed_bytes=num_kv_bytes)
+    now_s, tokens, num_bytes, num_others = 100.0, 0, 0, 0
+    for seconds, more_tokens, more_bytes, ahead, more_others in words:
+        now_s += seconds
+        tokens = min(1000, tokens + more_tokens)
+        num_bytes = min(num_kv_bytes, num_bytes + more_bytes)
+        num_others += more_others
+        monitor.progressed(
+            now_s=now_s,
+            num_bytes=num_bytes,
+            tokens_done=tokens,
+            tokens_ahead=ahead,
+            num_link_bytes=num_bytes + num_others,
+        )
+        if told is not None:
+            began_s, took_s, num_tokens = told
+            monitor.computed(began_s=began_s, ended_s=began_s + took_s, num_tokens=num_tokens)
+        rates = monitor.rates(now_s)
+        for rate in (rates.prefill_tokens_per_s, rates.link_bytes_per_s):
+            assert rate is None or 0 < rate < math.inf
+        if now_s - 100.0 < MIN_STRETCH_S:
+            assert rates.link_bytes_per_s is None

@@ -10,10 +10,13 @@ from prfaas.cache.options import CacheOptions
 from prfaas.config.options import NodeConfig, Role
 from prfaas.engine.options import EngineOptions
 from prfaas.engine.replay_options import ReplayOptions
+from prfaas.scheduler.options import SchedulerOptions
 from prfaas.server.pd import load_pd_node
 from prfaas.server.prefill import load_prefill_node
 from prfaas.transport.options import TransportOptions
 from prfaas.transport.security import peer_security
+from scripts.bench.shaped_relay import Rate, ShapedRelay
+from tests.accepting import accept_no_more
 from tests.relay import Relay, tag_bytes
 from tests.server.fleet import CountedTransfers, PrefillHost
 from tests.server.real_nodes import RealNodes, no_progress
@@ -30,12 +33,14 @@ def replay_config(
     cache_dir: Path | None = None,
     speed: float = 200.0,
     bytes_scale: float = 0.002,
+    scheduler: SchedulerOptions | None = None,
     **transport: Any,
 ) -> NodeConfig:
     return NodeConfig(
         role=role,
         engine=EngineOptions(kind="replay", profile=str(profile)),
         replay=ReplayOptions(speed=speed, bytes_scale=bytes_scale),
+        scheduler=scheduler or SchedulerOptions(),
         cache=CacheOptions(ram_bytes=64 << 20, dir=None if cache_dir is None else str(cache_dir)),
         transport=TransportOptions(**{"stall_timeout_s": 10.0, **transport, "peer": peer}),
     )
@@ -47,6 +52,7 @@ async def replay_nodes(
     cache_dir: Path | None = None,
     of_prefill: dict[str, Any] | None = None,
     of_pd: dict[str, Any] | None = None,
+    link: Rate | None = None,
     **settings: Any,
 ) -> AsyncIterator[RealNodes]:
     """Run a pd node and its peer, each with the profile of its kind of machine.
@@ -54,6 +60,7 @@ async def replay_nodes(
     Args:
         of_prefill: settings of the peer alone.
         of_pd: settings of the pd node alone.
+        link: what comes from the peer has this rate; None is no limit.
     """
     peers_config = replay_config("prefill", REMOTE, **settings, **(of_prefill or {}))
     prefill = load_prefill_node(peers_config, CountedTransfers(), no_progress)
@@ -62,7 +69,9 @@ async def replay_nodes(
     relay = Relay(tag_bytes(peers_config.transport.cluster_key_file))
     async with asyncio.TaskGroup() as tasks:
         await host.start(tasks)
-        await relay.start(host.port)
+        shaped = None if link is None else await ShapedRelay(host.port, link).start()
+        port = host.port if shaped is None else shaped.sockets[0].getsockname()[1]
+        await relay.start(port)
         pd = load_pd_node(
             replay_config(
                 "pd",
@@ -87,3 +96,6 @@ async def replay_nodes(
             await pd.close()
             await host.close()
             await relay.close()
+            if shaped is not None:
+                await accept_no_more(shaped)
+                shaped.close()

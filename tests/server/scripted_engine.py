@@ -211,6 +211,8 @@ class ScriptedEngine:
         table, layout, sink = sequence.submission.table, self.cache.layout, sequence.submission.sink
         start = sequence.num_tokens
         end = min(len(sequence.prompt), start + self.chunk_tokens)
+        if sink is not None and not sequence.num_computed:
+            sink.progress(start)
         is_last = end == len(sequence.prompt)
         whole = range(start // BLOCK_TOKENS, end // BLOCK_TOKENS)
         blocks = list(whole)

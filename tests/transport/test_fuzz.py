@@ -36,6 +36,8 @@ from prfaas.transport.measuring import (
     parse_sender_report,
 )
 from prfaas.transport.messages import (
+    FirstTokens,
+    PrefillTimes,
     TransferAccepted,
     TransferTotals,
     encode_accepted,
@@ -80,12 +82,14 @@ EVENT = TokenEvent(
     logprobs=TokenLogprobs(logprob=-1.0, top=((3, -1.0),)),
     finish_reason=None,
 )
+TIMES = PrefillTimes(begun_s=0.5, computed_s=1.5, num_tokens=1, num_engine_tokens=2)
 STATUS = {
     "identity": IDENTITY.to_json(),
     "is_ready": True,
     "reason": "",
     "num_waiting_tokens": 1,
     "prefill_tokens_per_s": 1.5,
+    "egress_limit_bytes_per_s": 1e6,
 }
 PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "attach": (parse_attach, encode_attach(ATTACH)),
@@ -98,7 +102,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "status": (parse_status, dump(STATUS)),
     "first tokens": (
         lambda data: parse_first_tokens(data, ASKED.request),
-        encode_first_tokens([EVENT]),
+        encode_first_tokens(FirstTokens(events=(EVENT,), times=TIMES)),
     ),
     "hello": (parse_hello, encode_hello(Hello(nonce=NONCE, epoch="e" * 64, identity=IDENTITY))),
     "measure": (parse_measure_request, encode_measure_request(MEASURE)),

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from prfaas.errors import ProtocolError
 from prfaas.transport.fields import parse_object
 from prfaas.transport.messages import (
+    FirstTokens,
     PeerStatus,
+    PrefillTimes,
     TransferAccepted,
     TransferRequest,
     TransferTotals,
@@ -150,7 +152,7 @@ def _events(logprobs: TokenLogprobs | None) -> list[TokenEvent]:
 
 CHOICES = Request(
     request_id="request",
-    prompt_tokens=(1,),
+    prompt_tokens=(1, 2, 3),
     sampling=SamplingParams(max_tokens=1, seed=0),
     num_choices=2,
 )
@@ -167,15 +169,47 @@ CHOICES = Request(
     )
 )
 def test_first_tokens_round_trip_to_the_bit(logprobs):
-    events = _events(logprobs)
-    assert parse_first_tokens(encode_first_tokens(events), CHOICES) == events
+    first = _first(_events(logprobs))
+    assert parse_first_tokens(encode_first_tokens(first), CHOICES) == first
 
 
 def test_first_tokens_must_cover_every_choice_once_in_order():
     first, second = _events(None)
     for wrong in ([first], [second, first], [first, first], [first, second, second], []):
         with pytest.raises(ProtocolError, match="2 choices"):
-            parse_first_tokens(encode_first_tokens(wrong), CHOICES)
+            parse_first_tokens(encode_first_tokens(_first(wrong)), CHOICES)
+
+
+def _first(events: list[TokenEvent], **times: Any) -> FirstTokens:
+    known = {"begun_s": 0.25, "computed_s": 1.5, "num_tokens": 2, "num_engine_tokens": 7}
+    return FirstTokens(events=tuple(events), times=PrefillTimes(**(known | times)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("begun_s", -0.1),
+        ("begun_s", None),
+        ("computed_s", 0.2),
+        ("computed_s", "1"),
+        ("computed_s", 10**400),
+        ("num_tokens", 4),
+        ("num_tokens", -1),
+        ("num_tokens", 1.0),
+        ("num_engine_tokens", 1),
+    ],
+)
+def test_times_of_a_prefill_that_cannot_be_are_refused(field, value):
+    said = json.loads(encode_first_tokens(_first(_events(None))))
+    with pytest.raises(ProtocolError, match=field):
+        parse_first_tokens(json.dumps(said | {field: value}).encode(), CHOICES)
+
+
+def test_a_prompt_that_needed_no_computing_took_no_time():
+    none = {"begun_s": 0, "computed_s": 0, "num_tokens": 0, "num_engine_tokens": 0}
+    said = json.loads(encode_first_tokens(_first(_events(None)))) | none
+    times = parse_first_tokens(json.dumps(said).encode(), CHOICES).times
+    assert times == PrefillTimes(**none)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +230,8 @@ def test_a_damaged_first_token_is_refused(token):
         parse_first_tokens(json.dumps({"tokens": [token]}).encode(), CHOICES)
 
 
-def test_small_messages_round_trip():
+@pytest.mark.parametrize("limit", [None, 750_000.0])
+def test_small_messages_round_trip(limit):
     totals = TransferTotals(num_pages=3, num_page_bytes=99, tokens_computed=7)
     assert parse_totals(encode_totals(totals)) == totals
     accepted = TransferAccepted(hit_tokens=64)
@@ -207,5 +242,6 @@ def test_small_messages_round_trip():
         reason="draining",
         num_waiting_tokens=12,
         prefill_tokens_per_s=345.5,
+        egress_limit_bytes_per_s=limit,
     )
     assert parse_status(encode_status(status)) == status
