@@ -3,7 +3,7 @@
 
 Every engine has a process of its own, which is stopped while another is measured. A round runs prfaas
 and a peer in turn, one pair for each peer, so that a busy machine slows both: judge by the ratios, each the
-median of the rounds' own. prfaas runs in the settings that `prfaas serve` has by default, transformers in
+median of the rounds' own. The prompt is a text; decoding is greedy. prfaas runs in the settings that `prfaas serve` has by default, transformers in
 float32, llama.cpp with the GGUF file that the weights came from, vLLM in float32. Peers that are not
 installed are left out, with what installs them.
 
@@ -20,21 +20,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from random import Random
 from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from prfaas.engine.config import model_from_hf
 from prfaas.engine.options import EngineOptions
 from prfaas.models.store import resolve
+from prfaas.text.tokenizer import Tokenizer
 from scripts.bench.engine_peers import DEFAULT_PEERS, PEERS, Setup, default_peers_dir, started
 from scripts.bench.engine_pipe import EngineProcess
+from scripts.bench.quality import windows_of
 
 WARM_TOKENS = 2048
 """A longer prompt's unmeasured run is cut to it, and it has half of the rounds: it is steady in itself."""
-FIRST_TOKEN = 3
-"""Ids below it mean something in most vocabularies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +187,8 @@ def settings(
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    config = json.loads((resolve(args.model) / "config.json").read_text())
-    random = Random(0)
-    vocab = range(FIRST_TOKEN, model_from_hf(config).vocab_size)
-    tokens = random.choices(vocab, k=max([*args.prefill, args.decode_context, *args.decode_after]))
+    longest = max([*args.prefill, args.decode_context, *args.decode_after])
+    [tokens] = windows_of(Tokenizer.load(resolve(args.model)), 1, longest)
     peers = [] if args.no_peers else list(dict.fromkeys(args.peer or DEFAULT_PEERS))
     num_runs = args.rounds * max(1, len(peers)) + 1
     setup = Setup(

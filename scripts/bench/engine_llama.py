@@ -49,9 +49,8 @@ class Llama:
         self._context: Any = None
         self._room = (0, 0)
         self._batch: Any = llama_cpp.llama_batch_init(MICRO_BATCH_TOKENS, 0, 1)
-        self._num_sequences = 0
+        self._next: list[int] = []
         self._position = 0
-        self._token = 0
 
     def prefill(self, tokens: list[int]) -> None:
         self._open(len(tokens), 1)
@@ -63,15 +62,15 @@ class Llama:
         memory = self._api.llama_get_memory(self._context)
         for sequence in range(1, batch):
             self._api.llama_memory_seq_cp(memory, 0, sequence, -1, -1)
-        self._num_sequences, self._position, self._token = batch, len(tokens), tokens[0]
+        self._next, self._position = tokens[:batch], len(tokens)
 
     def step(self) -> None:
-        rows = [(self._token, self._position, number) for number in range(self._num_sequences)]
-        self._decode(rows, len(rows)).argmax(-1)
+        rows = [(token, self._position, number) for number, token in enumerate(self._next)]
+        self._next = self._decode(rows, len(rows)).argmax(-1).tolist()
         self._position += 1
 
     def end(self) -> None:
-        self._num_sequences = 0
+        self._next = []
 
     def logits(self, windows: list[list[int]], num_scored: int, path: str) -> None:
         shape = (len(windows), num_scored, self._vocab_size)

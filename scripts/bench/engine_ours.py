@@ -29,7 +29,7 @@ class Ours:
         self.model = model
         self.chunk_tokens = chunk_tokens
         self._kvs: list[SequenceKv] = []
-        self._token = 0
+        self._next: list[int] = []
 
     def prefill(self, tokens: list[int]) -> None:
         self._filled(tokens, 0)
@@ -37,11 +37,15 @@ class Ours:
     def begin(self, tokens: list[int], batch: int, num_steps: int) -> None:
         first = self._filled(tokens, num_steps)
         self._kvs = [first, *(first.fork() for _ in range(batch - 1))]
-        self._token = tokens[0]
+        self._next = tokens[:batch]
 
     def step(self) -> None:
-        segments = [Segment(kv=kv, tokens=[self._token], num_logits=1) for kv in self._kvs]
-        self.model.forward(segments).argmax(-1)
+        segments = [
+            Segment(kv=kv, tokens=[token], num_logits=1)
+            for kv, token in zip(self._kvs, self._next, strict=True)
+        ]
+        found = self.model.largest(segments)
+        self._next = found if isinstance(found, list) else found.argmax(-1).tolist()
 
     def end(self) -> None:
         self._kvs = []

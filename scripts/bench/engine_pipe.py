@@ -29,11 +29,11 @@ class Engine(Protocol):
         ...
 
     def begin(self, tokens: list[int], batch: int, num_steps: int) -> None:
-        """Make `batch` sequences of these tokens, with room for so many steps."""
+        """Make sequences of these tokens, with room for so many steps; number i goes on with tokens[i]."""
         ...
 
     def step(self) -> None:
-        """Decode one token of each sequence, with the largest logit."""
+        """Compute each sequence's next token, and take the largest logit's for the one after."""
         ...
 
     def end(self) -> None:

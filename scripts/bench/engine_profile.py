@@ -29,6 +29,8 @@ from prfaas.engine.loader import load_model
 from prfaas.engine.model import Model, Segment
 from prfaas.engine.options import EngineOptions
 from prfaas.models.store import resolve
+from prfaas.text.tokenizer import Tokenizer
+from scripts.bench.quality import windows_of
 
 SCOPE = "prfaas."
 MIXER_SCOPES = {
@@ -37,7 +39,6 @@ MIXER_SCOPES = {
     "attend": "attention",
 }
 READ_BYTES = 256 << 20
-TOKEN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,8 @@ def name_parts(model: Model) -> None:
     """Let the profiler see the model's parts."""
     model.embed_tokens = scoped("embedding", model.embed_tokens)  # type: ignore[assignment]
     model.lm_head = scoped("head", model.lm_head)
+    if model.greedy_head is not None:
+        setattr(model.greedy_head, "largest", scoped("head", model.greedy_head.largest))  # noqa: B010
     layers = []
     for layer in model.layers:
         for attribute, part in MIXER_SCOPES.items():
@@ -143,9 +146,11 @@ def parts_of(
     yield "norms, residuals, rest", 1, whole_ms - mixer_ms - sum(ms for _, ms in outside.values())
 
 
-def forwards(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield what is profiled: steps behind a context, and a prompt's second chunk."""
-    prompt = [TOKEN] * args.context
+def forwards(
+    model: Model, tokens: list[int], args: argparse.Namespace
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield what is profiled: greedy steps behind a context, and a prompt's second chunk."""
+    prompt = tokens[: args.context]
     for batch in args.batch:
         # A step is run twice `runs` times, and once before.
         kv = model.new_kv(capacity_tokens=args.context + 2 * args.runs + 1)
@@ -153,15 +158,22 @@ def forwards(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, Call
         kvs = [kv, *(kv.fork() for _ in range(batch - 1))]
 
         def step(kvs: list[Any] = kvs) -> object:
-            return model.forward([Segment(kv=kv, tokens=[TOKEN], num_logits=1) for kv in kvs])
+            return model.largest(
+                [
+                    Segment(kv=kv, tokens=[token], num_logits=1)
+                    for token, kv in zip(tokens, kvs, strict=False)
+                ]
+            )
 
         yield f"decode, batch {batch}", step
     for size in args.chunk_tokens:
         first = model.new_kv(capacity_tokens=2 * size)
-        model.forward([Segment(kv=first, tokens=[TOKEN] * size, num_logits=0)])
+        model.forward([Segment(kv=first, tokens=tokens[:size], num_logits=0)])
 
         def chunk(size: int = size, first: Any = first) -> object:
-            return model.forward([Segment(kv=first.fork(), tokens=[TOKEN] * size, num_logits=0)])
+            return model.forward(
+                [Segment(kv=first.fork(), tokens=tokens[size : 2 * size], num_logits=0)]
+            )
 
         yield f"prefill, chunk of {size}", chunk
 
@@ -216,6 +228,11 @@ def main(argv: list[str] | None = None) -> None:
         with torch.inference_mode():
             model = load_model(resolve(args.model), dtype=args.dtype)
             name_parts(model)
+            [tokens] = windows_of(
+                Tokenizer.load(resolve(args.model)),
+                1,
+                max([args.context, *args.batch, *(2 * size for size in args.chunk_tokens)]),
+            )
             rate = read_bytes_per_s()
             limit_ms = 1e3 * weight_bytes(model) / rate
             print(
@@ -224,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
                 file=output,
             )
             found = []
-            for name, run in forwards(model, args):
+            for name, run in forwards(model, tokens, args):
                 found.append(profiled(name, run, args.runs))
                 print("\n".join(lines(found[-1], args.operators)), file=output, flush=True)
     finally:

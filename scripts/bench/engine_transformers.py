@@ -53,10 +53,10 @@ class Transformers:
         self._cache = self._new_cache()
         self._forward(torch.tensor([tokens]), self._cache)
         self._cache.batch_repeat_interleave(batch)
-        self._ids = torch.tensor([tokens[:1]] * batch)
+        self._ids = torch.tensor(tokens[:batch])[:, None]
 
     def step(self) -> None:
-        self._forward(self._ids, self._cache).argmax(-1)
+        self._ids = self._forward(self._ids, self._cache)[:, -1:].argmax(-1)
 
     def end(self) -> None:
         self._cache = None

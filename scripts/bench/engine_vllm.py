@@ -55,7 +55,9 @@ class Vllm:
 
     def begin(self, tokens: list[int], batch: int, num_steps: int) -> None:
         # More than is taken: none may end while it is measured, nor before the others began.
-        self._requests = [self._add(tokens, num_steps + 4 * MAX_SEQUENCES) for _ in range(batch)]
+        self._requests = [
+            self._add([*tokens, token], num_steps + 4 * MAX_SEQUENCES) for token in tokens[:batch]
+        ]
         begun: set[str] = set()
         while len(begun) < batch:
             begun |= {output.request_id for output in self._engine.step()}
