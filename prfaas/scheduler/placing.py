@@ -5,7 +5,7 @@ and a busy node costs the seconds that one waits there; so the node with a hot p
 serve, and what is beyond that goes to the next one (PrfaaS §3.4.3: by request, network and cache).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple, get_args
@@ -229,7 +229,7 @@ class Choice(NamedTuple):
 
 def choose(
     wanted: Wanted,
-    standings: Iterable[Standing],
+    standings: Collection[Standing],
     rests: Mapping[str, Elsewhere],
     guess: Assumed,
     now_s: float,
@@ -242,12 +242,14 @@ def choose(
     nodes = [node for node in standings if now_s <= node.decodes_until_s]
     if wanted.numerics is not None or wanted.excluded:
         nodes = [node for node in nodes if decode_refusal(wanted, node, now_s) is None]
-    others = [
-        node
-        for node in standings
-        if now_s > node.decodes_until_s and decode_refusal(wanted, node, now_s) is None
-    ]
-    nodes += [node for node in others if not node.is_second_choice(now_s)]
+    others: list[Standing] = []
+    if len(nodes) < len(standings):
+        others = [
+            node
+            for node in standings
+            if now_s > node.decodes_until_s and decode_refusal(wanted, node, now_s) is None
+        ]
+        nodes += [node for node in others if not node.is_second_choice(now_s)]
     nodes = nodes or others
     if not nodes:
         return no_node(wanted, standings, now_s)
@@ -376,11 +378,12 @@ def no_node(wanted: Wanted, standings: Iterable[Standing], now_s: float) -> NoNo
 def _reason(wanted: Wanted, best: Standing, nodes: list[Standing]) -> DecodeReason:
     if len(nodes) == 1:
         return "only"
-    hit_of = wanted.known_hits.get
-    longest = max(hit_of(node.name, 0) for node in nodes) if wanted.known_hits else 0
-    if not longest:
+    hits = wanted.known_hits
+    holders = [node for node in nodes if node.name in hits] if hits else []
+    if not holders:
         return "least_loaded"
-    if hit_of(best.name) == longest:
+    longest = max(hits[node.name] for node in holders)
+    if hits.get(best.name) == longest:
         return "prefix"
-    loads = [node.load for node in nodes if hit_of(node.name) == longest]
+    loads = [node.load for node in holders if hits[node.name] == longest]
     return "spilled" if all(load.num_active or load.queue_tokens for load in loads) else "sooner"
