@@ -26,8 +26,9 @@ _EXPECTED: dict[Kind, str] = {
     "switch": "true or false",
     "text": "printable text",
 }
-_INTEGER = re.compile(r"[+-]?\d{1,19}", re.ASCII)
-_NUMBER = re.compile(r"[+-]?\d{1,19}(?:\.\d{1,19})?(?:[eE][+-]?\d{1,3})?", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d{1,200}", re.ASCII)
+"""Longer than any limit, so that what is too large is said to be that."""
+_NUMBER = re.compile(r"[+-]?\d{1,200}(?:\.\d{1,19})?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 
 
 def parse_size(text: str) -> int:

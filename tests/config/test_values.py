@@ -133,6 +133,11 @@ def test_text_and_toml_values_become_the_settings_type(key, raw, value):
         ("transport.stall_timeout_s", float("inf"), "expected a finite number, not inf"),
         ("transport.stall_timeout_s", False, "expected a number, not false"),
         ("scheduler.threshold_tokens", "-1", "-1 is below the minimum of 0"),
+        (
+            "scheduler.threshold_tokens",
+            "1" + 20 * "0",
+            f"1{20 * '0'} is above the maximum of {1 << 40}",
+        ),
         ("log.level", "loud", "expected one of debug, info, warning, error, not 'loud'"),
         ("transport.allow_plaintext", "maybe", "expected true or false, not 'maybe'"),
         ("transport.allow_plaintext", 1, "expected true or false, not 1"),
