@@ -119,6 +119,11 @@ class Handlers:
             api_key=request.get(API_KEY),
         )
         body = _asked_in(request.query, self._model_name)
+        if body is None and not request.can_read_body:
+            raise BadRequest(
+                "neither prompt nor tokens in the query, nor a completion or a chat as the body",
+                param="prompt",
+            )
         if body is None:
             body = await read_body(
                 request,

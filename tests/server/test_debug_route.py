@@ -70,6 +70,7 @@ async def test_a_prompt_is_explained_from_a_query_or_from_a_body_and_nothing_run
 @pytest.mark.parametrize(
     ("query", "message"),
     [
+        ({}, "neither prompt nor tokens in the query"),
         ({"tokens": "1,x"}, "tokens: token ids"),
         ({"tokens": ""}, "tokens: token ids"),
         ({"prompt": "a", "route": "up"}, "route: local or remote"),
