@@ -19,7 +19,6 @@ from prfaas.clock import Clock
 from prfaas.errors import (
     BadRequest,
     EngineError,
-    IncompatiblePeer,
     Overloaded,
     PrfaasError,
     ProtocolError,
@@ -35,7 +34,7 @@ from prfaas.server.node import Generation
 from prfaas.server.records import RecordRing
 from prfaas.server.sse import ClientStalled
 from prfaas.server.story_counts import StoryCounts
-from prfaas.transport.answers import proven, read_body, refusal
+from prfaas.transport.answers import REFUSALS, proven, read_body, refusal
 from prfaas.transport.fleet_messages import (
     ALIVE_S,
     GENERATE_PATH,
@@ -146,14 +145,7 @@ class NodeRoutes:
             lines = _Lines(http, LineSigner(line_key(caller)), self._write_timeout_s)
             with self._lifecycle.admit():
                 return await self._run(asked, lines)
-        except (
-            BadRequest,
-            IncompatiblePeer,
-            Overloaded,
-            ProtocolError,
-            TimeoutError,
-            UntrustedPeer,
-        ) as error:
+        except REFUSALS as error:
             return refusal(error)
 
     async def stop(self, http: web.Request) -> web.Response:

@@ -17,6 +17,9 @@ from prfaas.transport.fields import dump
 BODY_TIMEOUT_S = 30.0
 MAX_PROOF_BYTES = 64 << 10
 """Of what somebody says who has not proven anything."""
+Refusal = BadRequest | IncompatiblePeer | Overloaded | ProtocolError | TimeoutError | UntrustedPeer
+REFUSALS = (BadRequest, IncompatiblePeer, Overloaded, ProtocolError, TimeoutError, UntrustedPeer)
+"""What `refusal` has an answer to."""
 
 
 async def read_body(request: web.Request) -> bytes:
@@ -33,14 +36,7 @@ async def read_proof(request: web.Request) -> bytes:
     return await read_body(request)
 
 
-def refusal(
-    error: BadRequest
-    | IncompatiblePeer
-    | Overloaded
-    | ProtocolError
-    | TimeoutError
-    | UntrustedPeer,
-) -> web.Response:
+def refusal(error: Refusal) -> web.Response:
     """Return the answer to a request that failed."""
     match error:
         case UntrustedPeer():

@@ -18,15 +18,13 @@ from typing import Protocol
 from aiohttp import web
 
 from prfaas.errors import (
-    BadRequest,
-    IncompatiblePeer,
     Overloaded,
     ProtocolError,
     TransferError,
     UntrustedPeer,
 )
 from prfaas.transport.accepting import take_port
-from prfaas.transport.answers import proven, read_body, refusal, refuse
+from prfaas.transport.answers import REFUSALS, proven, read_body, refusal, refuse
 from prfaas.transport.attach import parse_attach
 from prfaas.transport.auth import Caller, PeerSide, is_same
 from prfaas.transport.client import (
@@ -176,14 +174,7 @@ class KvChannel:
             finally:
                 self._expected.settle(asked.transfer_id)
             return proven(201, encode_accepted(accepted), caller)
-        except (
-            BadRequest,
-            IncompatiblePeer,
-            Overloaded,
-            ProtocolError,
-            TimeoutError,
-            UntrustedPeer,
-        ) as error:
+        except REFUSALS as error:
             return refusal(error)
 
     async def acknowledge(self, request: web.Request) -> web.Response:
