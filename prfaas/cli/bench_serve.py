@@ -108,7 +108,7 @@ def serve(
     from prfaas.cli.conversation import served_model
     from prfaas.errors import PrfaasError
 
-    model = model or served_model(url)
+    model = served_model(url, model)
     key = f"{seed}" if same_prompts else f"{seed} {os.urandom(16).hex()}"
     _allow_open_files()
     with (

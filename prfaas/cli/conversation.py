@@ -43,15 +43,17 @@ def describe(usage: dict[str, Any]) -> str:
     )
 
 
-def served_model(url: str) -> str:
-    """Return the name of the model that the node serves.
+def served_model(url: str, name: str | None = None) -> str:
+    """Return the name of the model that the server answers to: `name`, or else its first.
 
     Raises:
-        PrfaasError: there is no node, or it refuses.
+        PrfaasError: there is no server, it refuses, or it has no model of that name.
     """
     with _opened(url, "/v1/models", None) as answer:
-        name: str = json.load(answer)["data"][0]["id"]
-    return name
+        names: list[str] = [model["id"] for model in json.load(answer)["data"]]
+    if name is not None and name not in names:
+        raise PrfaasError(f"--model: {url} has no {name!r}, but {', '.join(names)}")
+    return name or names[0]
 
 
 def _events(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
