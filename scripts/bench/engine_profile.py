@@ -2,8 +2,8 @@
 """Where a decode step and a prefill chunk go: torch's profiler over the engine's parts and operators.
 
 Parts are what the layers are made of; `rest` of a mixer is rope, norms of q and k, and writing KV. The
-profiler itself takes time, which `plain_ms`, the same work without it, shows. `limit_ms` is the time to read the
-packed weights once, all that a step of one sequence cannot do without, at the rate this machine reads memory.
+profiler itself takes time, which `plain_ms`, the same work without it, shows. `limit_ms` is the time to read
+once the weights that a step of one sequence cannot do without, at the rate this machine reads memory.
 
     scripts/bench/engine_profile.py --json
 """
@@ -190,8 +190,12 @@ def read_bytes_per_s() -> float:
 
 
 def weight_bytes(model: Model) -> int:
-    """Return the bytes of the packed weights, a tied head counted once."""
-    return model.config.num_parameters * (2 if "16" in model.packing else 4)
+    """Return the bytes of weights that a greedy step of one sequence reads: of an embedding, next to none."""
+    spec = model.config
+    head = spec.vocab_size * spec.hidden_size
+    others = spec.num_parameters - head * (1 if spec.has_tied_embeddings else 2)
+    width = 2 if "16" in model.packing else 4
+    return others * width + head * (width if model.greedy_head is None else 1)
 
 
 def lines(found: Profile, num_operators: int) -> Iterator[str]:

@@ -21,6 +21,8 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 KV_GIB = 2
 MAX_SEQUENCES = 16
+LENGTH_STEP = 4096
+"""Of the longest sequence, for which it compiles: other flags shall find what was compiled."""
 
 
 class Vllm:
@@ -38,7 +40,7 @@ class Vllm:
                 dtype="float32",
                 skip_tokenizer_init=True,
                 enable_prefix_caching=False,
-                max_model_len=max_tokens,
+                max_model_len=-(-max_tokens // LENGTH_STEP) * LENGTH_STEP,
                 max_num_seqs=MAX_SEQUENCES,
                 disable_log_stats=True,
             )
