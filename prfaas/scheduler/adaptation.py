@@ -39,7 +39,7 @@ class Observed:
     """What a node sees of itself and its peers at one look; None is unknown."""
 
     prefill_tokens_per_s: float | None = None
-    """Of steps with prefill, whatever share of all steps these are."""
+    """Of steps with prefill, whatever share of all steps these are, for a prompt of the mean length."""
     prefill_chunk_s: float | None = None
     """Of such a step with a whole chunk."""
     decode_step_s: float | None = None
@@ -48,7 +48,7 @@ class Observed:
     num_peers: int = 0
     """Peers that could be sent prompts."""
     peer_tokens_per_s: float | None = None
-    """Of one of them."""
+    """Of one of them, for such a prompt."""
     link_bytes_per_s: float | None = None
     """From all of them together."""
 
@@ -126,6 +126,12 @@ class Adaptation:
     def saw(self, uncached_tokens: int, output_tokens: int) -> None:
         """Take note of a request; one whose prompt was not computed here or at a peer has 0 uncached tokens."""
         self._prompts.append((max(0, uncached_tokens), max(1, output_tokens)))
+
+    @property
+    def mean_tokens(self) -> int | None:
+        """Return the mean length of the prompts whose prefills are planned; None before the first."""
+        lengths = [tokens for tokens, _ in self._prompts if tokens]
+        return round(sum(lengths) / len(lengths)) if lengths else None
 
     def look(self, now_s: float, observed: Observed) -> Adapted:
         """Return what is to be done; few prompts, or nothing known of the engine, change nothing."""

@@ -6,10 +6,13 @@ from prfaas.cache.spec import CacheLayout
 from prfaas.clock import Clock
 from prfaas.config.kv_layout import layout_kv_curve
 from prfaas.engine.options import EngineOptions
+from prfaas.engine.rate import MEMORY_TOKENS
 from prfaas.log import get_logger
 from prfaas.scheduler.adaptation import Adaptation, Adapted, Observed
+from prfaas.scheduler.correction import RateCorrection
 from prfaas.scheduler.profile import Prior
 from prfaas.scheduler.router import Router
+from prfaas.scheduler.view import PeerView, known_rate
 from prfaas.server.engine_thread import EngineThread
 
 
@@ -37,12 +40,17 @@ class Adapting:
             max_batch=engine_options.max_batch_sequences,
             prior=prior,
         )
+        self._correction = RateCorrection(prior, memory_tokens=MEMORY_TOKENS)
         self.prefill_share = 1.0
         """Of the engine's steps, as set last."""
 
     def saw(self, uncached_tokens: int, output_tokens: int) -> None:
         """Take note of a request; 0 uncached tokens: its prompt was computed by order elsewhere."""
         self._adaptation.saw(uncached_tokens, output_tokens)
+
+    def computed(self, uncached_tokens: int) -> None:
+        """Take note of a prompt that is prefilled here: the engine's rate is that of such prompts."""
+        self._correction.computed(uncached_tokens)
 
     async def run(self) -> None:
         """Look every `rebalance_period_s` until cancelled."""
@@ -71,11 +79,15 @@ class Adapting:
             for name in self._router.peers
             if self._router.is_usable(name, now_s)
         ]
-        token_s = [1 / peer.tokens_per_s for peer in usable if peer.tokens_per_s is not None]
+        mean_tokens = self._adaptation.mean_tokens
+        token_s = [1 / rate for rate in (_rate_of(peer, mean_tokens) for peer in usable) if rate]
         byte_s = [peer.byte_s for peer in usable]
         chunk_s = load.prefill_chunk_s
+        rate = None if chunk_s is None else self._chunk_tokens / chunk_s
+        if rate is not None and mean_tokens is not None:
+            rate = self._correction.tokens_per_s(mean_tokens, rate)
         return Observed(
-            prefill_tokens_per_s=None if chunk_s is None else self._chunk_tokens / chunk_s,
+            prefill_tokens_per_s=rate,
             prefill_chunk_s=chunk_s,
             decode_step_s=load.decode_step_s,
             num_decoding=load.num_decoding,
@@ -83,3 +95,11 @@ class Adapting:
             peer_tokens_per_s=len(token_s) / sum(token_s) if token_s else None,
             link_bytes_per_s=sum(1 / each for each in byte_s) if byte_s and all(byte_s) else None,
         )
+
+
+def _rate_of(peer: PeerView, num_tokens: int | None) -> float | None:
+    """Return the rate of a peer's prefill of so many tokens; None while it is unknown."""
+    if num_tokens is None or peer.pace is None:
+        return peer.tokens_per_s
+    seconds = peer.pace.seconds(num_tokens)
+    return known_rate(num_tokens / seconds) if seconds > 0 else None

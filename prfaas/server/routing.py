@@ -76,6 +76,8 @@ class PromptRouter:
         )
         if route.name == "local":
             self._correction.computed(uncached_tokens)
+            if self._adapting is not None:
+                self._adapting.computed(uncached_tokens)
         return route
 
     def explain(

@@ -9,6 +9,7 @@ from prfaas.cache.spec import CacheLayout, FullSpec, StateSpec
 from prfaas.engine.options import EngineOptions
 from prfaas.engine.submission import EngineLoad
 from prfaas.scheduler.curves import PolynomialCurve
+from prfaas.scheduler.monitor import TransferRates
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.scheduler.profile import Prior
 from prfaas.scheduler.router import Router
@@ -57,7 +58,9 @@ class StubEngine:
         self.shares.append(share)
 
 
-def made(engine: StubEngine, options: SchedulerOptions = OPTIONS) -> tuple[Adapting, Router]:
+def made(
+    engine: StubEngine, options: SchedulerOptions = OPTIONS, prior: Prior | None = None
+) -> tuple[Adapting, Router]:
     router = Router(peers=("p:1",), options=options)
     router.heard("p:1", now_s=0.0, is_ready=True, prefill_tokens_per_s=4000.0)
     adapting = Adapting(
@@ -66,6 +69,7 @@ def made(engine: StubEngine, options: SchedulerOptions = OPTIONS) -> tuple[Adapt
         engine_options=EngineOptions(),
         layout=LAYOUT,
         clock=lambda: 1.0,
+        prior=prior,
     )
     return adapting, router
 
@@ -98,6 +102,37 @@ def test_what_was_set_stays_and_an_engine_of_which_nothing_is_known_keeps_its_sh
         adapting.look()
     assert router.threshold_tokens == 99
     assert engine.shares == []
+
+
+@pytest.mark.parametrize("computed", [64, 1000, 16_000])
+@pytest.mark.parametrize("asked_for", [(64, 128), (1000, 4000), (4000, 20_000)], ids=str)
+def test_t_does_not_depend_on_how_long_the_prompts_are_that_showed_the_rates(computed, asked_for):
+    """A prefill has a fixed part: short ones reach little of the rate of long ones, here and at a peer."""
+
+    def local_s(tokens: float) -> float:
+        return 1.0 + 1e-4 * tokens
+
+    options = SchedulerOptions(rebalance_prompts=20)
+    engine = StubEngine(chunk_s=EngineOptions().chunk_tokens * local_s(computed) / computed)
+    prior = Prior(prefill_s=PolynomialCurve(coefficients=(1.0, 1e-4)))
+    adapting, router = made(engine, options, prior)
+    routes = prompt_router(engine, router, prior=prior, adapting=adapting)
+    for number in range(50):
+        routes.route(asked(computed), 0, force="local")
+        routes.route(asked(asked_for[number % 2]), 0, force="remote")
+        rate = asked_for[number % 2] / (local_s(asked_for[number % 2]) / 4)
+        routes.ended(
+            "r",
+            "completed",
+            rates=TransferRates(prefill_tokens_per_s=rate, link_bytes_per_s=None),
+        )
+        adapting.saw(2000 + 1000 * (number % 20), 1)
+    observed = adapting._observed()
+    mean_tokens = 11_500
+    assert observed.prefill_tokens_per_s == pytest.approx(mean_tokens / local_s(mean_tokens))
+    assert observed.peer_tokens_per_s == pytest.approx(
+        4 * mean_tokens / local_s(mean_tokens), rel=1e-6 if asked_for[1] > 10**3 else 0.6
+    )
 
 
 def prompt_router(engine: StubEngine, router: Router, **changes: object) -> PromptRouter:
