@@ -13,6 +13,7 @@ from prfaas.cache.store_directory import (
     locked_directory,
 )
 from prfaas.errors import ConfigError
+from tests.processes import started
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -34,7 +35,7 @@ def test_it_is_made_for_this_user_alone(tmp_path):
 
 def test_another_process_is_refused_with_the_pid_of_the_holder_until_that_ends(tmp_path):
     path = tmp_path / "cache"
-    with subprocess.Popen(
+    with started(
         [sys.executable, "-c", HOLDER, str(path)],
         cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,

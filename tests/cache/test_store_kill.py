@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cache.stores import generation_of, opened, segments_of, whole
+from tests.processes import started
 
 LENGTH = 30_000
 ROOT = Path(__file__).parents[2]
@@ -35,20 +36,20 @@ def test_whatever_was_acknowledged_survives_kill_minus_9(tmp_path):
     generator = random.Random(11)
     first, acknowledged = 0, -1
     for _ in range(8):
-        child = subprocess.Popen(
+        with started(
             [sys.executable, "-c", WRITER, str(directory), str(first)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-        )
-        assert child.stdout is not None
-        while (line := child.stdout.readline()) and line.strip() != "open":
-            pass
-        assert line, "the writer could not open what the last one left"
-        time.sleep(generator.uniform(0.0, 0.6))
-        child.send_signal(signal.SIGKILL)
-        lines, _ = child.communicate()
+        ) as child:
+            assert child.stdout is not None
+            while (line := child.stdout.readline()) and line.strip() != "open":
+                pass
+            assert line, "the writer could not open what the last one left"
+            time.sleep(generator.uniform(0.0, 0.6))
+            child.send_signal(signal.SIGKILL)
+            lines, _ = child.communicate()
         acknowledged = max([acknowledged, *map(int, filter(str.isdigit, lines.split()))])
         with opened(directory, quota_bytes=8 << 20) as store:
             known = [key for key, _ in store.ls()]

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.processes import started
+
 HANG_GUARD_S = 120
 
 
@@ -124,16 +126,12 @@ def running_node(directory: Path, *flags: str, port: int | None = None) -> Itera
     port = port or free_port()
     log = directory / f"{port}.log"
     with log.open("ab") as output:
-        process = subprocess.Popen(
+        node = started(
             command("serve", "--port", str(port), *flags),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env=environment(directory / "models"),
         )
-    try:
-        yield NodeProcess(process=process, port=port, log=log)
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
+        with node as process:
+            yield NodeProcess(process=process, port=port, log=log)

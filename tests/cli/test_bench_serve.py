@@ -4,8 +4,11 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from click.testing import CliRunner
 
 from prfaas.cli.main import main
 from tests.cli.node_processes import HANG_GUARD_S, free_port, running_node
+from tests.processes import started
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WORKLOAD = """
@@ -92,7 +96,7 @@ def test_ctrl_c_ends_it_with_a_report(node, workload):
     flags = ["--workload", workload, "--rate", "20", "--requests", "5000", "--json"]
     command = [sys.executable, "-m", "prfaas", "bench", "serve", node, *flags]
     before = answered(node)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         while len(answered(node) - before) < 5:  # the first of them must have been read
             assert process.poll() is None
             time.sleep(0.05)
@@ -119,22 +123,48 @@ def test_no_server_is_one_line_and_a_status(workload):
     assert err == f"prfaas: cannot reach {url}: [Errno 111] Connection refused\n"
 
 
-def test_a_server_that_answers_nothing_is_a_report_and_a_status(workload):
-    arguments = (
-        "--workload",
-        workload,
-        "--rate",
-        "1000",
-        "--requests",
-        "3",
-        "--model",
-        "m",
-        "--json",
-    )
-    status, out, err = bench_serve(f"http://127.0.0.1:{free_port()}", *arguments)
+class NamesAndNoMore(BaseHTTPRequestHandler):
+    """Says that it has the model `m`, and closes every other connection unanswered."""
+
+    def do_GET(self) -> None:
+        body = b'{"object": "list", "data": [{"id": "m"}]}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a server that answers no request."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), NamesAndNoMore) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "m")])
+def test_a_server_that_answers_nothing_is_a_report_and_a_status(silent, workload, model):
+    arguments = ("--workload", workload, "--rate", "1000", "--requests", "3", "--json", *model)
+    status, out, err = bench_serve(silent, *arguments)
     assert status == 1
-    assert json.loads(out)["errors"] == {"no_connection": 3}
+    assert sum(json.loads(out)["errors"].values()) == 3
     assert err.endswith("answered no request\n")
+
+
+def test_a_model_that_the_server_does_not_have_is_refused_before_anything_is_sent(silent, workload):
+    arguments = ("--workload", workload, "--rate", "1", "--model", "other")
+    status, out, err = bench_serve(silent, *arguments)
+    assert (status, out) == (1, "")
+    assert err == f"prfaas: --model: {silent} has no 'other', but m\n"
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tests.cli.node_processes import (
     run_to_its_end,
     running_node,
 )
+from tests.processes import started
 from tests.server.cached_nodes import FAMILIES, node_on, store_of
 from tests.tiny_configs import Family
 from tests.tiny_models import write_tiny_model
@@ -105,21 +106,17 @@ def directory(tmp_path_factory) -> Path:
 def killed(directory) -> dict[Family, list[list[object]]]:
     """What nodes of each family had answered when they were killed over other prompts."""
     rng = random.Random(20_260_415)
-    child = subprocess.Popen(
+    with started(
         [sys.executable, "-m", "tests.cli.dying_nodes", str(directory)],
         stdout=subprocess.PIPE,
         env=environment(directory / "models"),
         cwd=Path(__file__).parents[2],
-    )
-    with child:
+    ) as child:
         assert child.stdout is not None
-        try:
-            lines = (line for line in child.stdout if line.startswith(b"{"))  # others are its log
-            answered: dict[Family, list[list[object]]] = json.loads(next(lines, b"null"))
-            time.sleep(rng.uniform(0.0, 1.0))
-            assert child.poll() is None
-        finally:
-            child.kill()
+        lines = (line for line in child.stdout if line.startswith(b"{"))  # others are its log
+        answered: dict[Family, list[list[object]]] = json.loads(next(lines, b"null"))
+        time.sleep(rng.uniform(0.0, 1.0))
+        assert child.poll() is None
     return answered
 
 

@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.processes import started
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "wan.py"
 SPEC = importlib.util.spec_from_file_location("wan", SCRIPT)
 assert SPEC is not None
@@ -103,15 +105,14 @@ def test_missing_tools_and_devices_are_named(monkeypatch, tmp_path):
 @contextmanager
 def link(*flags: str) -> Iterator[None]:
     command = [sys.executable, str(SCRIPT), "up", "--name", NAME, "--seconds", "60", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline().startswith("up: ")
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
-        process.stdout.close()
+    with started(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().startswith("up: ")
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0
 
 
 def namespaces() -> set[str]:
@@ -149,15 +150,14 @@ def test_a_round_trip_takes_twice_the_delay_at_least_and_nothing_is_left_behind(
         assert namespaces() >= {f"{NAME}_a", f"{NAME}_b"}
         enter = ["ip", "netns", "exec"]
         code = [sys.executable, "-c", ROUND_TRIP]
-        server = subprocess.Popen(
+        with started(
             [*enter, f"{NAME}_b", *code, "serve"], stdout=subprocess.PIPE, text=True
-        )
-        assert server.stdout is not None
-        assert server.stdout.readline() == "listening\n"
-        asked = subprocess.run(
-            [*enter, f"{NAME}_a", *code, "ask"], capture_output=True, text=True, check=True
-        )
-        server.stdout.close()
-        assert server.wait(timeout=60) == 0
+        ) as server:
+            assert server.stdout is not None
+            assert server.stdout.readline() == "listening\n"
+            asked = subprocess.run(
+                [*enter, f"{NAME}_a", *code, "ask"], capture_output=True, text=True, check=True
+            )
+            assert server.wait(timeout=60) == 0
     assert float(asked.stdout) >= 0.030
     assert namespaces() == before - {f"{NAME}_a", f"{NAME}_b"}
