@@ -9,9 +9,9 @@ from tests.tiny_models import (
     FAMILIES,
     VOCAB_SIZE,
     Family,
-    tiny_tokenizer,
     write_tiny_model,
 )
+from tests.tiny_tokenizer import tiny_tokenizer
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,7 +19,8 @@ from prfaas.types import (
     TokenEvent,
     TokenLogprobs,
 )
-from tests.tiny_models import BOS_ID, EOS_ID, tiny_tokenizer
+from tests.tiny_configs import BOS_ID, EOS_ID
+from tests.tiny_tokenizer import tiny_tokenizer
 
 TINY_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"

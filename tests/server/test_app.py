@@ -447,13 +447,16 @@ async def test_a_process_on_uvloop_exits_with_0_and_its_port_is_free_at_once():
             process = await asyncio.create_subprocess_exec(
                 *command, cwd=ROOT, stdout=asyncio.subprocess.DEVNULL
             )
-            await client.until_ready()
-            stream = await session.post(
-                client.url + "/v1/chat/completions", json={**CHAT, "stream": True}
-            )
-            assert stream.status == 200
-            idle = socket.create_connection(("127.0.0.1", port))
-            process.send_signal(number)
-            assert await process.wait() == 0
-            stream.close()
-            idle.close()
+            try:
+                await client.until_ready()
+                async with session.post(
+                    client.url + "/v1/chat/completions", json={**CHAT, "stream": True}
+                ) as stream:
+                    assert stream.status == 200
+                    with socket.create_connection(("127.0.0.1", port)):
+                        process.send_signal(number)
+                        assert await process.wait() == 0
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
