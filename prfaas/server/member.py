@@ -292,7 +292,7 @@ def _links(load: NodeLoad) -> dict[str, LinkReport]:
         link = load.links.get(name)
         reports[name] = LinkReport(
             rtt_s=_finite(peer.rtt_s),
-            bytes_per_s=_finite(peer.link_bytes_per_s),
+            bytes_per_s=_finite(1 / peer.byte_s if peer.byte_s else None),
             retransmit_fraction=None if link is None else _finite(link.loss_fraction),
         )
     return reports

@@ -178,7 +178,14 @@ def story_of(answer: dict[str, Any]) -> dict[str, Any]:
     return story
 
 
-def _config(role: Role, profile: Path, *, speed: float, key_file: Path | None) -> NodeConfig:
+def _config(
+    role: Role,
+    profile: Path,
+    *,
+    speed: float,
+    key_file: Path | None,
+    egress_limit: int | None = None,
+) -> NodeConfig:
     return NodeConfig(
         role=role,
         model=replace(NodeConfig().model, served_model_name=MODEL),
@@ -189,6 +196,7 @@ def _config(role: Role, profile: Path, *, speed: float, key_file: Path | None) -
             connect_timeout_s=20.0,
             stall_timeout_s=20.0,
             cluster_key_file=None if key_file is None else str(key_file),
+            egress_limit_bytes_per_s=egress_limit,
         ),
     )
 
@@ -217,12 +225,14 @@ async def _hosted(config: NodeConfig, relay: MortalRelay | None) -> AsyncIterato
 async def fleet_hosts(
     *,
     modes: tuple[Mode, ...] = ("both", "both"),
+    clusters: tuple[str, ...] = ("near", "near"),
     num_prefill: int = 1,
+    egress_limit: int | None = None,
     speed: float = 200.0,
     key_file: Path | None = None,
     scheduler: SchedulerOptions | None = None,
 ) -> AsyncIterator[FleetHosts]:
-    """Run a scheduler, one pd node of each mode in one cluster, and prefill nodes in another."""
+    """Run a scheduler, a pd node of each mode in its cluster, and prefill nodes in another, with a limit on what they send."""
     base = _config("scheduler", LOCAL, speed=1.0, key_file=key_file)
     base = replace(base, replay=ReplayOptions(), scheduler=scheduler or SchedulerOptions())
     async with contextlib.AsyncExitStack() as stack:
@@ -231,14 +241,22 @@ async def fleet_hosts(
         front = await stack.enter_async_context(_hosted(base, None))
         assert isinstance(front.node, SchedulerNode)
         hosts = FleetHosts(front.node, front.port, session)
-        wanted: list[tuple[Role, Path, Mode, str]] = [("pd", LOCAL, mode, "near") for mode in modes]
+        wanted: list[tuple[Role, Path, Mode, str]] = [
+            ("pd", LOCAL, mode, cluster) for mode, cluster in zip(modes, clusters, strict=True)
+        ]
         wanted += [("prefill", REMOTE, "both", "far")] * num_prefill
         for role, profile, mode, cluster in wanted:
             relay = MortalRelay(tag_bytes(key_file), hosts.death)
             await relay.start(0)
             stack.push_async_callback(relay.close)
             config = replace(
-                _config(role, profile, speed=speed, key_file=key_file),
+                _config(
+                    role,
+                    profile,
+                    speed=speed,
+                    key_file=key_file,
+                    egress_limit=egress_limit if role == "prefill" else None,
+                ),
                 http=HttpOptions(port=relay.port),
                 fleet=FleetOptions(scheduler=f"127.0.0.1:{front.port}", cluster=cluster, mode=mode),
             )

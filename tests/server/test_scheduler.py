@@ -14,7 +14,7 @@ import pytest
 from prfaas.cache.changes import CacheSnapshot, Changes
 from prfaas.clock import monotonic_s
 from prfaas.config.options import HttpOptions, ModelOptions, NodeConfig
-from prfaas.errors import TransferError, UntrustedPeer
+from prfaas.errors import BadRequest, TransferError, UntrustedPeer
 from prfaas.scheduler.options import SchedulerOptions
 from prfaas.scheduler.placing import Placement
 from prfaas.server import fleet_client, fleet_routes
@@ -28,11 +28,11 @@ from prfaas.server.pd import load_pd_node
 from prfaas.server.scheduler import SchedulerNode, load_scheduler_node
 from prfaas.transport.address import PeerAddress
 from prfaas.transport.cluster_key import ClusterKey
-from prfaas.transport.fleet_messages import FLEET_PREFIX
+from prfaas.transport.fleet_messages import FLEET_PREFIX, Refused
 from prfaas.transport.security import ChannelSecurity
 from tests.accepting import accept_no_more
 from tests.server.fake_node import TOKENIZER
-from tests.server.fleet import request
+from tests.server.fleet import request, until
 from tests.server.fleet_nodes import PATIENT, TEMPLATE, ScriptedNode
 from tests.server.http_face import TEXT, parse_events, strict_json
 from tests.server.real_nodes import config as real_config
@@ -52,6 +52,12 @@ class SchedulerFace:
     async def get(self, path: str) -> tuple[int, Any]:
         async with self.session.get(f"http://{self.address}{path}") as response:
             return response.status, strict_json(await response.read())
+
+    async def status_of(self, endpoint: str, body: dict[str, Any]) -> int:
+        url = f"http://{self.address}/v1/{endpoint}"
+        async with self.session.post(url, json=body | {"model": "tiny"}) as response:
+            await response.read()
+            return response.status
 
     async def complete(self, **fields: Any) -> tuple[int, Any, Any]:
         body = {**TEXT, "prompt": [5, 6, 7], "max_tokens": 6, "seed": 3, **fields}
@@ -151,6 +157,40 @@ async def test_an_answer_is_the_same_when_its_node_dies_after_the_first_delta():
         )
         assert dying.name in first["error"]
         assert (second["error"], second["waited_s"] < 60) == (None, True)
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
+async def test_requests_are_spread_while_they_run_and_counted_no_longer_however_they_end(endpoint):
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+    if endpoint == "completions":
+        prompt = {"prompt": [5, 6, 7]}
+    async with scheduler_face(2) as (face, nodes), asyncio.TaskGroup() as tasks:
+
+        def ask() -> asyncio.Task[int]:
+            return tasks.create_task(face.status_of(endpoint, prompt | {"max_tokens": 1}))
+
+        def inflight() -> list[int]:
+            return [member.num_inflight for member in face.node.members()]
+
+        for node in nodes:
+            node.hold_at = 0
+        asked = [ask() for _ in range(4)]
+        await until(lambda: [node.num_running for node in nodes] == [2, 2])
+        assert inflight() == [2, 2]
+        asked.pop().cancel()
+        await until(lambda: sum(inflight()) == 3)
+        for node in nodes:
+            node.release.set()
+        assert [await task for task in asked] == [200] * 3
+        await until(lambda: sum(inflight()) == 0)
+        for node in nodes:
+            node.refuses = BadRequest("too long")
+        assert await ask() == 400
+        assert inflight() == [0, 0]
+        for node in nodes:
+            node.refuses, node.say_at = None, (0, Refused(kind="engine_error", message="crash"))
+        assert await ask() == 500
+        assert inflight() == [0, 0]
 
 
 async def test_an_answer_that_nobody_can_continue_ends_with_an_error_and_nothing_twice():

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from prfaas.scheduler.heartbeat import Heartbeat
 from prfaas.scheduler.options import SchedulerOptions
+from prfaas.types import Request, SamplingParams
 from tests.server.fleet import until
-from tests.server.fleet_hosts import fleet_hosts, pd_node, story_of
+from tests.server.fleet_hosts import FleetHosts, Hosted, fleet_hosts, pd_node, story_of
 
 pytestmark = pytest.mark.slow
 
@@ -17,6 +19,17 @@ SHORT, LONG = 100, 1200
 
 def prompt(num_tokens: int, variant: int = 0) -> list[int]:
     return [(index * 7 + variant * 131 + 3) % 251 for index in range(num_tokens)]
+
+
+def said_by(hosts: FleetHosts, hosted: Hosted) -> Heartbeat:
+    member = hosts.member(hosted)
+    assert member is not None
+    return member.heartbeat
+
+
+def link_rate(hosts: FleetHosts, asker: Hosted, sender: Hosted) -> float | None:
+    report = said_by(hosts, asker).links.get(sender.name)
+    return None if report is None else report.bytes_per_s
 
 
 @pytest.fixture
@@ -104,3 +117,56 @@ async def test_a_node_that_drains_gets_nothing_new_and_finishes_what_it_has():
                 story = story_of(await hosts.complete(prompt(SHORT, variant + 1)))
                 assert story["node"] != draining.name
         assert story_of(running.result())["node"] == draining.name
+
+
+def asking(tokens: list[int]) -> Request:
+    return Request(
+        request_id="asking",
+        prompt_tokens=tuple(tokens),
+        sampling=SamplingParams(max_tokens=1, seed=0),
+    )
+
+
+async def holders(hosts: FleetHosts, tokens: list[int]) -> set[str]:
+    """Return the nodes that have some of a prompt, as far as they have said."""
+    driver = hosts.scheduler.driver
+    return set(await driver.hits(await driver.keys(asking(tokens))))
+
+
+async def prefill_far_away(hosts: FleetHosts, hosted: Hosted, tokens: list[int]) -> None:
+    """Let a node have a prompt prefilled by its peer, which then has it, too."""
+    async with pd_node(hosted).generate(asking(tokens), force_route="remote") as generation:
+        async for _ in generation:
+            pass
+    assert generation.record.route == "remote"
+
+
+@pytest.mark.parametrize(
+    ("egress_limit", "is_fetched"),
+    [(125_000_000, True), (800_000, False)],
+    ids=["plentiful", "scarce"],
+)
+async def test_a_prefix_of_another_cluster_is_fetched_where_bandwidth_is_plentiful(
+    egress_limit, is_fetched
+):
+    """What was prefilled far away for east begins a prompt that west would prefill itself."""
+    options = SchedulerOptions(threshold_tokens=500)
+    async with fleet_hosts(
+        clusters=("east", "west"), egress_limit=egress_limit, speed=2.0, scheduler=options
+    ) as hosts:
+        east, west, far = hosts.nodes
+        await until(lambda: link_rate(hosts, east, far) is not None)
+        await prefill_far_away(hosts, east, prompt(456))
+        pd_node(east).drain()
+        await until(lambda: said_by(hosts, east).is_draining)
+        await hosts.complete(prompt(300, 9), max_tokens=1)
+        while far.name not in await holders(hosts, prompt(460)):  # noqa: ASYNC110  # until it says so
+            await asyncio.sleep(0.01)
+        await until(lambda: said_by(hosts, west).prefill_tokens_per_s is not None)
+        assert link_rate(hosts, west, far) == pytest.approx(egress_limit)
+        answer = await hosts.complete(prompt(460))
+        story = await hosts.get(f"/debug/requests/{answer['id']}")
+        (told,) = story["tries"]
+        assert (story["node"], story["route"]) == (west.name, "local")
+        assert told["prefix_from"] == (far.name if is_fetched else None)
+        assert story["tokens_reused"] == (448 if is_fetched else 0)
