@@ -21,7 +21,7 @@ NODE_SETTINGS: tuple[Setting, ...] = (
         minimum=1,
         maximum=65_535,
     ),
-    setting("http.max_body_bytes", "Largest request body; beyond it 413.", minimum=1024),
+    setting("http.max_body_bytes", "Largest request body of the API; beyond it 413.", minimum=1024),
     setting(
         "http.drain_timeout_s",
         "After SIGTERM running answers get this long.",

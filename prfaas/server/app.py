@@ -43,6 +43,7 @@ from prfaas.server.node import Node, NodeFactory, ServingNode
 from prfaas.server.node_routes import DirectedNode, NodeRoutes
 from prfaas.server.probes import Probes
 from prfaas.server.records import RecordRing
+from prfaas.transport.answers import MAX_BODY_BYTES
 from prfaas.transport.fleet_messages import FLEET_PREFIX
 from prfaas.transport.security import check_bind, peer_tls
 
@@ -234,7 +235,9 @@ class Face:
         ]
         if self._keys is not None:
             middlewares.append(checking_key(self._keys, (KV_PREFIX, FLEET_PREFIX)))
-        app = web.Application(middlewares=middlewares, client_max_size=options.max_body_bytes)
+        # Handlers of the API hold their own limit; this is for what nodes say to each other.
+        max_bytes = max(options.max_body_bytes, MAX_BODY_BYTES)
+        app = web.Application(middlewares=middlewares, client_max_size=max_bytes)
         app.add_routes(Probes(self._lifecycle, self._metrics).routes())
         app.add_routes(routes)
         app.on_response_prepare.append(add_headers(options))

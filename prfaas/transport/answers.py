@@ -14,6 +14,9 @@ from prfaas.errors import (
 from prfaas.transport.auth import AUTH_HEADER, PROOF_HEADER, Caller
 from prfaas.transport.fields import dump
 
+MAX_BODY_BYTES = 32 << 20
+"""Of what nodes say to each other, at least, however short the API's bodies must be: the longest is a
+heartbeat with a snapshot of 2^18 blocks and places, 23 MB."""
 BODY_TIMEOUT_S = 30.0
 MAX_PROOF_BYTES = 64 << 10
 """Of what somebody says who has not proven anything."""

@@ -4,10 +4,12 @@ from typing import Any
 
 import openai
 import pytest
+from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prfaas.cache.tenants import salt_of
+from prfaas.transport.answers import read_body
 from tests.server.fake_node import FakeNode, byte_ids
 from tests.server.http_face import CHAT, TEXT, HttpFace, finish_reasons, running, strict_json
 from tests.server.openai_schema import SCHEMAS, check, check_stream
@@ -380,3 +382,19 @@ async def test_valid_values_of_both_endpoints_are_accepted(name, value):
         for path, base in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
             async with face.session.post(face.url + path, json={**base, name: value}) as response:
                 assert response.status == 200, await response.text()
+
+
+async def test_what_nodes_say_to_each_other_has_a_limit_of_its_own():
+    """Else a small one of the API would keep a node with a large cache out of its fleet, for ever."""
+
+    class Listening(FakeNode):
+        def routes(self) -> list[web.RouteDef]:
+            return [web.post("/fleet/v1/heartbeat", self.heard)]
+
+        async def heard(self, request: web.Request) -> web.Response:
+            return web.json_response(len(await read_body(request)))
+
+    async with running(Listening(), max_body_bytes=1024) as face:
+        assert await face.post("/fleet/v1/heartbeat", "x" * 100_000) == (200, 100_002)
+        status, _ = await face.complete(prompt="x" * 2000)
+        assert status == 413
