@@ -12,6 +12,8 @@ import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, assert_never, cast, get_args
 
+from aiohttp import ClientConnectorError
+
 from prfaas.clock import Clock
 from prfaas.errors import (
     BadRequest,
@@ -104,6 +106,8 @@ class Relay:
         """Nodes that were tried, while there are others."""
         self._unable: set[str] = set()
         """Those that said themselves that they failed with this request."""
+        self._until_s = 0.0
+        """So long it is tried anywhere, unless an answer goes on."""
         self._num_failures = 0
         self._failure: PrfaasError | None = None
         self._route_outcome: Outcome | None = None
@@ -114,18 +118,20 @@ class Relay:
         Raises BadRequest, Overloaded if no node takes it, EngineError if nodes failed with it.
         """
         self._keys = await self._driver.keys(self._request)
+        self._until_s = self._clock() + self._patience_s
         while True:
             placement = await self._place()
             if await self._try(placement):
                 return
             self._generation.record.retries += 1
+            if self._has_answered:
+                self._until_s = self._clock() + self._patience_s
 
     async def _place(self) -> Placement:
         """Return where the request goes now, or as soon as there is a node for it."""
         if self._num_failures >= MAX_FAILURES:
             raise EngineError(f"{self._num_failures} nodes failed with this request")
         began_s = self._clock()
-        until_s = began_s + self._patience_s
         while True:
             hits = await self._driver.hits(self._keys)
             placed = self._placed(hits)
@@ -135,7 +141,7 @@ class Relay:
             if isinstance(placed, Placement):
                 self._note(placed, hits, self._clock() - began_s)
                 return placed
-            left_s = until_s - self._clock()
+            left_s = self._until_s - self._clock()
             if not placed.may_pass or left_s <= 0:
                 raise self._unplaced(placed)
             log.debug("request.waiting", reason=placed.reason)
@@ -221,7 +227,8 @@ class Relay:
                 outcome = "failed"
                 if isinstance(error, EngineError):
                     self._unable.add(node)
-                self._num_failures += 1
+                if not isinstance(error.__cause__, ClientConnectorError):
+                    self._num_failures += 1  # else it has not seen the request
                 self._failed(node, error)
             else:  # all tokens have come, only the node's last word has not
                 self._has_ended = True

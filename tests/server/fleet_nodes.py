@@ -105,13 +105,13 @@ class ScriptedNode:
         """Fail no more."""
         self.die_at = self.end_at = self.say_at = None
 
-    async def start(self) -> None:
+    async def start(self, port: int = 0) -> None:
         app = web.Application(client_max_size=32 << 20)
         app.add_routes(self._gate.routes())
         app.add_routes([web.post(GENERATE_PATH, self.generate), web.post(STOP_PATH, self.stop)])
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5)
         await self._runner.setup()
-        self._site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        self._site = web.TCPSite(self._runner, "127.0.0.1", port)
         await self._site.start()
         self.name = f"127.0.0.1:{self._runner.addresses[0][1]}"
 

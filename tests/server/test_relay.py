@@ -217,6 +217,26 @@ async def test_a_prompt_that_ends_nodes_does_not_end_them_all():
         assert sum(len(node.asked) for node in fleet.nodes) == 3
 
 
+async def test_a_node_that_is_heard_and_cannot_be_reached_is_no_failure_of_the_request():
+    async with scripted_fleet(1, patience_s=60.0) as fleet:
+        (node,) = fleet.nodes
+        port = int(node.name.rpartition(":")[2])
+        await node.close()
+        asked = request(max_tokens=MAX_TOKENS)
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(fleet.host.ask(asked))
+            await until(lambda: state(fleet) == "suspected")
+            await fleet.beat(node)  # it is tried again, and fails again
+            await until(lambda: state(fleet) == "suspected")
+            assert not answer.done()
+            await node.start(port)
+            while not answer.done():
+                await fleet.beat(node)
+                await asyncio.sleep(0.05)
+        assert answer.result().tokens == expected(asked)
+        assert {told.outcome for told in answer.result().record.tries[:-1]} == {"failed"}
+
+
 async def test_with_no_node_the_request_may_come_back_later():
     async with scripted_fleet(0) as fleet:
         with pytest.raises(Overloaded):
