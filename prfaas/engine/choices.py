@@ -1,28 +1,39 @@
 """Draws the tokens of a request's choices."""
 
-from prfaas.engine.sampler import Float32s, Sampler, TokenHistory
-from prfaas.engine.sequence import RequestState
+from prfaas.engine.sampler import Draw, Float32s, Sampler, TokenHistory, takes_largest
+from prfaas.engine.sequence import RequestState, SequenceState
 from prfaas.engine.submission import FirstLogits
 from prfaas.types import TokenEvent
+
+
+def wants_largest(sequence: SequenceState) -> bool:
+    """Return whether a decoding choice's next token is the largest logit's, and no more is asked."""
+    return sequence.is_choice and takes_largest(sequence.owner.request.sampling)
 
 
 def draw_token(
     sampler: Sampler,
     state: RequestState,
     choice: int,
-    row_V: Float32s,
+    row_V: Float32s | int,
     *,
     position: int,
     history: TokenHistory | None,
 ) -> TokenEvent:
-    """Return the token of a choice at `position`, drawn from the logits after the one before."""
-    draw = sampler.draw(
-        row_V,
-        state.request.sampling,
-        choice_index=choice,
-        position=position,
-        history=history,
-    )
+    """Return the token of a choice at `position`, drawn from the logits after the one before.
+
+    Instead of these there may be the id of the largest, if `wants_largest`.
+    """
+    if isinstance(row_V, int):
+        draw = Draw(token_id=row_V, logprobs=None)
+    else:
+        draw = sampler.draw(
+            row_V,
+            state.request.sampling,
+            choice_index=choice,
+            position=position,
+            history=history,
+        )
     return TokenEvent(
         request_id=state.request.request_id,
         choice_index=choice,

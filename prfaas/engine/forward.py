@@ -1,9 +1,10 @@
 """One ragged forward over the next tokens of several sequences, and the pages it fills."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from prfaas.cache.prefix import PrefixCache
+from prfaas.engine.choices import wants_largest
 from prfaas.engine.pages import BlockWrite, plan_snapshots, plan_writes
 from prfaas.engine.sampler import Float32s
 from prfaas.engine.segment import Segment
@@ -11,6 +12,9 @@ from prfaas.engine.sequence import RequestState, SequenceState
 
 if TYPE_CHECKING:
     from prfaas.engine.model import Model
+
+Drawable = Float32s | int | None
+"""A row of logits, [V]; the id of its largest where nothing else is wanted; None if nothing is."""
 
 
 class Forward:
@@ -52,8 +56,8 @@ class Forward:
             )
         )
 
-    def run(self, model: "Model", on_layer: Callable[[], None]) -> list[Float32s | None]:
-        """Compute; return each sequence's last row of logits, [V], or None if not wanted.
+    def run(self, model: "Model", on_layer: Callable[[], None]) -> list[Drawable]:
+        """Compute; return what each sequence's next token is drawn from.
 
         `on_layer` is called once a layer. Whole blocks are published. A request whose pages could
         not be written has its `failure` set. Raises what the model raises; then nothing was
@@ -64,13 +68,25 @@ class Forward:
             on_layer()
             self._write_layer(layer)
 
-        logits_TV = model.forward(self._segments, on_layer=write_layer)
+        drawables = iter(self._compute(model, write_layer))
         for writes in self._writes.values():
             for state, write in writes:
                 if state.failure is None:
                     write.commit()
-        rows = iter(logits_TV.numpy())
-        return [next(rows) if segment.num_logits else None for segment in self._segments]
+        return [next(drawables) if segment.num_logits else None for segment in self._segments]
+
+    def _compute(self, model: "Model", on_layer: Callable[[int], None]) -> Sequence[Float32s | int]:
+        """Return what each sequence that wants logits draws from."""
+        wanting = [
+            sequence
+            for sequence, segment in zip(self._sequences, self._segments, strict=True)
+            if segment.num_logits
+        ]
+        # The logits of one row cost about what those of all cost.
+        if not wanting or not all(map(wants_largest, wanting)):
+            return list(model.forward(self._segments, on_layer=on_layer).numpy())
+        found = model.largest(self._segments, on_layer=on_layer)
+        return found if isinstance(found, list) else list(found.numpy())
 
     def _write_layer(self, layer: int) -> None:
         """Copy the blocks that are now complete in this layer; a failure is its request's alone."""

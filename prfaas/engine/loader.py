@@ -1,7 +1,7 @@
 """Loads a model directory: config.json and safetensors, every tensor accounted for.
 
 Weights are mapped, packed one matrix at a time, and let go; only the embedding table stays mapped,
-on a CPU.
+on a CPU, and a large head, of which greedy requests read a few rows.
 """
 
 from pathlib import Path

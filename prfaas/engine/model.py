@@ -13,6 +13,7 @@ from torch import Tensor
 from prfaas.cache.spec import CacheLayout
 from prfaas.engine.batch import Batch, Segment
 from prfaas.engine.chunk_grid import replay_dim
+from prfaas.engine.greedy_head import GreedyHead
 from prfaas.engine.kv import CPU
 from prfaas.engine.kv_groups import kv_groups
 from prfaas.engine.layers.moe import MoeMlp
@@ -112,6 +113,7 @@ class Model:
         layers: Sequence[Block],
         norm: RmsNorm,
         lm_head: Linear,
+        greedy_head: GreedyHead | None = None,
         packing: Packing,
         model_fingerprint: str,
         numerics: Numerics = "grid",
@@ -122,6 +124,8 @@ class Model:
         self.layers = tuple(layers)
         self.norm = norm
         self.lm_head = lm_head
+        self.greedy_head = greedy_head
+        """Where it can tell the largest logit without all of them."""
         self.packing = packing
         self.model_fingerprint = model_fingerprint
         self.numerics = numerics
@@ -180,6 +184,24 @@ class Model:
             on_layer: called with l once layer l wrote every segment's K and V, which may be
                 exported from then on.
         """
+        return self._logits(self._run(segments, on_layer), _num_logits(segments))
+
+    @torch.no_grad()
+    def largest(
+        self, segments: Sequence[Segment], *, on_layer: Callable[[int], None] | None = None
+    ) -> list[int] | Tensor:
+        """Run every segment's tokens as `forward` does; return the ids of the largest logits.
+
+        Of equals it is the smallest id. Where only the logits can tell, they are returned.
+        """
+        if self.greedy_head is None:
+            return self.forward(segments, on_layer=on_layer)
+        rows_TD, num_rows = self._run(segments, on_layer), _num_logits(segments)
+        ids = self.greedy_head.largest(rows_TD, num_rows) if num_rows else []
+        return self._logits(rows_TD, num_rows) if ids is None else ids
+
+    def _run(self, segments: Sequence[Segment], on_layer: Callable[[int], None] | None) -> Tensor:
+        """Run every segment's tokens; return what the head takes where num_logits is 1, padded."""
         for segment in segments:
             segment.kv.begin_forward(segment.snapshots)
         batch = Batch(segments, self.packing, self.device)
@@ -187,19 +209,25 @@ class Model:
         on_layer = on_layer or _ignore
         for index, layer in enumerate(self.layers):
             layer.add_to(x_TD, batch, index, partial(on_layer, index))
-        logits_TV = self._logits(x_TD, batch.logit_rows).cpu()
+        rows = batch.logit_rows
+        padding = padded_rows(len(rows), self.packing) - len(rows)
+        padded = torch.tensor(rows + rows[:1] * padding, dtype=torch.int64, device=x_TD.device)
+        rows_TD = self.norm(x_TD[padded]) if rows else x_TD[:0]
         for segment in segments:
             segment.kv.num_tokens += len(segment.tokens)
-        return logits_TV
+        return rows_TD
 
-    def _logits(self, x_TD: Tensor, rows: list[int]) -> Tensor:
-        if not rows:
-            return x_TD.new_empty(0, self.config.vocab_size)
-        padding = padded_rows(len(rows), self.packing) - len(rows)
-        padded = torch.tensor(rows + rows[:1] * padding, device=x_TD.device)
-        logits_TV = self.lm_head(self.norm(x_TD[padded]))[: len(rows)]
+    def _logits(self, rows_TD: Tensor, num_rows: int) -> Tensor:
+        """Return float32 logits on the CPU of the first rows that `_run` returned, [num_rows, V]."""
+        if not num_rows:
+            return torch.empty(0, self.config.vocab_size)
+        logits_TV = self.lm_head(rows_TD)[:num_rows].cpu()
         scale = self.config.logits_scale
         return logits_TV if scale == 1.0 else logits_TV.mul_(scale)
+
+
+def _num_logits(segments: Sequence[Segment]) -> int:
+    return sum(segment.num_logits for segment in segments)
 
 
 def _ignore(layer: int) -> None:

@@ -40,6 +40,7 @@ STEP_CUTS = (192, TEST_PROMPT_END, TEST_PROMPT_END + 1, TEST_PROMPT_END + 4)
 NUM_NEIGHBOUR_TOKENS = 2
 NUM_TEST_KEYS = 1100
 NUM_TEST_ROWS = 20
+NUM_TEST_IDS = 21
 HEAD_ROWS = (12, 1, 2, 4)
 """Rows of the head's pieces, each padded as a batch would be."""
 SELF_TEST_BOUNDS: dict[Packing, float] = {"torch-bf16": 0.05, "torch-f32": 1e-3}
@@ -76,13 +77,15 @@ def candidate_packings(dtype: WeightDtype, device: torch.device = CPU) -> tuple[
 def numerics_fingerprint(model: Model) -> str:
     """Return what decides the bits of this model's results here, after testing them.
 
-    Single steps whose own kernel differs from a tile's are turned off in the model, with a warning:
+    A greedy head whose logits are not the head's is taken from the model, with a warning, and single
+    steps whose own kernel differs from a tile's are turned off in the model, with a warning:
     then a tile computes them.
 
     Raises:
         InexactKernelsError: some result depends on how the work was cut, by more than it may.
     """
     device, kv = device_names(model.device), f"kv-{model.kv_dtype}"
+    _choose_greedy_head(model)
     if not model.is_exact:
         self_test(model)
         return " ".join((*device, model.packing, "attention-torch", kv, exactness(model)))
@@ -101,6 +104,23 @@ def _choose_steps(model: Model) -> None:
     for attention in attentions:
         if isinstance(attention.attend, BatchAttention):
             attention.attend.has_exact_steps = False
+
+
+@torch.no_grad()
+def _choose_greedy_head(model: Model) -> None:
+    greedy = model.greedy_head
+    if greedy is None:
+        return
+    generator = torch.Generator().manual_seed(0)
+    for num_rows in HEAD_ROWS:
+        num_padded = padded_rows(num_rows, model.packing)
+        x_TD = torch.randn(num_padded, model.config.hidden_size, generator=generator)
+        ids_N = torch.randperm(model.config.vocab_size, generator=generator)[:NUM_TEST_IDS]
+        ids_N[-1] = model.config.vocab_size - 1
+        if not torch.equal(greedy.score(x_TD, ids_N), model.lm_head(x_TD)[:, ids_N]):
+            get_logger().warning("greedy_head.inexact")
+            model.greedy_head = None
+            return
 
 
 def exactness(model: Model) -> str:

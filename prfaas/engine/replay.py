@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from prfaas.cache.spec import held_blocks
-from prfaas.engine.forward import Forward
+from prfaas.engine.forward import Drawable, Forward
 from prfaas.engine.pages import BlockCopy
 from prfaas.engine.runner import Runner
 from prfaas.engine.turns import STEP_TOKENS
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from prfaas.engine.options import EngineOptions
     from prfaas.engine.replay_kv import ReplayedKv, ReplayModel
     from prfaas.engine.replay_timing import ReplayTiming
-    from prfaas.engine.sampler import Float32s
     from prfaas.engine.sequence import SequenceState
     from prfaas.engine.submission import EngineEvent
 
@@ -190,7 +189,7 @@ class ReplayForward(Forward):
         self._forget_the_gone()
         self._write_layer(layer)
 
-    def run(self, model: Model, on_layer: Callable[[], None]) -> list[Float32s | None]:
+    def run(self, model: Model, on_layer: Callable[[], None]) -> list[Drawable]:
         """Publish whole blocks; return each sequence's logits, None if not wanted.
 
         All layers have been written, and counted.
@@ -200,7 +199,7 @@ class ReplayForward(Forward):
             for state, write in writes:
                 if state.failure is None:
                     write.commit()
-        rows: list[Float32s | None] = []
+        rows: list[Drawable] = []
         for sequence, segment in zip(self._sequences, self._segments, strict=True):
             row_V = None
             if sequence.kv is segment.kv:

@@ -23,7 +23,7 @@ from prfaas.clock import Clock
 from prfaas.engine.batcher import Batcher
 from prfaas.engine.capacity import check_snapshot_tokens, max_context_tokens
 from prfaas.engine.choices import draw_first_tokens, draw_token, first_logits
-from prfaas.engine.forward import Forward
+from prfaas.engine.forward import Drawable, Forward
 from prfaas.engine.options import EngineOptions
 from prfaas.engine.rate import StepTimes
 from prfaas.engine.sampler import Float32s, Sampler
@@ -277,7 +277,7 @@ class Runner:
     def _count_layer(self) -> None:
         self.num_layers_run += 1
 
-    def _advance(self, row_V: Float32s | None, sequence: SequenceState) -> None:
+    def _advance(self, row_V: Drawable, sequence: SequenceState) -> None:
         """Take note of what was computed; at the end of what is known, draw."""
         kv, state = sequence.kv, sequence.owner
         assert kv is not None
@@ -290,6 +290,7 @@ class Runner:
         if end < len(sequence.tokens):
             return
         if sequence.choice_index is None:
+            assert not isinstance(row_V, int)
             self._split(sequence, row_V)
         else:
             assert row_V is not None
@@ -297,7 +298,7 @@ class Runner:
 
     # ------------------------------------------------------------ tokens
 
-    def _go_on(self, sequence: SequenceState, choice: int, row_V: Float32s) -> None:
+    def _go_on(self, sequence: SequenceState, choice: int, row_V: Float32s | int) -> None:
         """Draw a decoding choice's next token."""
         position, history = len(sequence.tokens), sequence.history
         event = draw_token(

@@ -89,6 +89,16 @@ def uses_history(params: SamplingParams) -> bool:
     )
 
 
+def takes_largest(params: SamplingParams) -> bool:
+    """Return whether a draw is the id of the largest logit of the model's own, and nothing else."""
+    return (
+        params.temperature == 0.0
+        and params.num_logprobs is None
+        and not params.logit_bias
+        and not uses_history(params)
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
     """A drawn token, with logprobs if they were asked for."""

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from prfaas.engine.greedy_head import PANEL_OUTPUTS, GreedyHead
 from prfaas.engine.kv import CPU
 from prfaas.engine.linear import TORCH_DTYPES, Packing
 from prfaas.engine.loading.checkpoint import TensorSource
@@ -16,6 +17,9 @@ from prfaas.engine.mixer_spec import GqaSpec, MlaSpec
 from prfaas.engine.model import Block, Embedding, Model, Residual
 from prfaas.engine.model_spec import ModelSpec, ResidualSpec
 from prfaas.engine.options import Numerics
+
+GREEDY_HEAD_WEIGHTS = 1 << 24
+"""A smaller head is little of a step, and needs no second copy in 8 bits."""
 
 
 def build_model(
@@ -47,6 +51,10 @@ def build_model(
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         layers = pool.map(lambda index: _block(parts, index), range(len(spec.layers)))
         lm_head = parts.pack(head, pool=pool)
+        greedy_head = None
+        is_large = head.numel() >= GREEDY_HEAD_WEIGHTS
+        if packing == "fbgemm-fp16" and is_large and len(head) % PANEL_OUTPUTS == 0:
+            greedy_head = GreedyHead(head, lm_head, pool=pool)
     return Model(
         spec,
         embed_tokens=Embedding(
@@ -55,6 +63,7 @@ def build_model(
         layers=list(layers),
         norm=parts.hidden_norm(names.final_norm),
         lm_head=lm_head,
+        greedy_head=greedy_head,
         packing=packing,
         model_fingerprint=model_fingerprint,
         numerics=numerics,
