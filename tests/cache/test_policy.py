@@ -170,8 +170,11 @@ def test_the_disk_takes_what_saves_much_for_its_bytes_and_what_is_wanted_twice()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [ATTENTION, HYBRID, WINDOWED], ids=["full", "state", "window"])
-@pytest.mark.parametrize("num_pages", [800, 2500])
+@pytest.mark.parametrize(
+    ("layout", "num_pages"),
+    [(ATTENTION, 800), (HYBRID, 800), (HYBRID, 2500), (WINDOWED, 800)],
+    ids=["full", "state", "state-large", "window"],
+)
 def test_replayed_it_finds_more_than_lru_and_no_more_than_infinity(num_pages, layout):
     prompts = sample(700)
     ours, lru, plain = (

@@ -68,16 +68,17 @@ def test_logits_and_greedy_text_are_the_golden_ones(
     assert tokenizer.decode(drawn) == GREEDY_24
 
 
+@pytest.mark.parametrize("loaded", ["float16"], indirect=True)
 def test_a_prompt_longer_than_the_window_has_the_same_bits_in_chunks(
     loaded: tuple[Model, float],
 ) -> None:
     model, _ = loaded
     tokens = torch.randint(
-        3, model.config.vocab_size, (1200,), generator=torch.Generator().manual_seed(0)
+        3, model.config.vocab_size, (700,), generator=torch.Generator().manual_seed(0)
     ).tolist()
-    whole, chunked = (model.new_kv(capacity_tokens=1300) for _ in range(2))
+    whole, chunked = (model.new_kv(capacity_tokens=800) for _ in range(2))
     expected = model.forward([Segment(kv=whole, tokens=tokens, num_logits=1)])
-    for start, stop in ((0, 576), (576, 1152), (1152, 1199)):
+    for start, stop in ((0, 320), (320, 640), (640, 699)):
         model.forward([Segment(kv=chunked, tokens=tokens[start:stop], num_logits=0)])
     last = model.forward([Segment(kv=chunked, tokens=tokens[-1:], num_logits=1)])
     assert torch.equal(last, expected)

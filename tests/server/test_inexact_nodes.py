@@ -1,5 +1,7 @@
 """Real nodes whose rows depend on the batch: they work, and never call an answer exact."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from prfaas.clock import monotonic_s
 from prfaas.engine.linear import Packing
 from prfaas.engine.numerics import candidate_packings
 from prfaas.engine.options import WeightDtype
+from prfaas.server import verify
 from prfaas.server.verify import verify_node, verify_tokens
 from prfaas.types import Request, RequestRecord, RouteName, SamplingParams
 from tests.engine.places import PLACES, Place
@@ -54,6 +57,8 @@ async def test_like_nodes_work_together_and_verify_tells_what_it_finds(
     dtype = DTYPES[place.packing]
     use_torch_on_cpu(monkeypatch, place.packing, dtype)
     monkeypatch.setattr("prfaas.server.verify.prompt_lengths", lambda *limits: [65, 197])
+    sampling = {name: replace(s, max_tokens=5) for name, s in verify.SAMPLING.items()}
+    monkeypatch.setattr(verify, "SAMPLING", sampling)
     async with real_nodes(model, model, device=place.device, dtype=dtype, block_tokens=64) as nodes:
         assert nodes.pd.identity == nodes.prefill.identity
         assert nodes.pd.identity.kv_dtype == dtype
