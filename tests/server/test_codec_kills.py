@@ -1,4 +1,4 @@
-"""Tiny Kimi Linear nodes with a cache on disk on both sides: prompts that grow, every codec, a link that kills at random."""
+"""Tiny Kimi Linear nodes with a cache on disk on both sides: prompts that grow, codecs with and without loss, a link that kills at random."""
 
 import random
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ async def ask_through_kills(nodes: RealNodes, draw: random.Random) -> list[tuple
     return answers
 
 
-@pytest.mark.parametrize("codec", ["raw", "zstd", "auto", "fp16", "int8", "fp8", "auto-lossy"])
+@pytest.mark.parametrize("codec", ["zstd", "int8", "auto-lossy"])
 async def test_prompts_that_grow_through_random_kills_are_as_exact_as_their_codec(
     codec, tmp_path, monkeypatch
 ):

@@ -121,7 +121,7 @@ async def test_verify_finds_replayed_nodes_equal():
 
 
 async def test_clients_that_leave_leave_nothing_held():
-    async with replay_nodes(speed=20.0) as nodes:
+    async with replay_nodes(speed=60.0) as nodes:
         for index in range(8):
             await ask(nodes, f"left-{index}", "remote", salt=f"{index}", num_events=index % 4)
         await nodes.at_rest()

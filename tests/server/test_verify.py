@@ -24,7 +24,7 @@ from tests.server.scripted_engine import DENSE, HYBRID
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
-FAMILIES = ["gemma3", "llama", "qwen3"]
+FAMILIES = ["gemma3", "llama"]
 DRAWN_TOKENS = 5
 
 
