@@ -203,6 +203,8 @@ class Peer:
             log = get_logger()
             if state == "up":
                 log.info("peer.up", peer=self.name, is_exact=self.is_exact)
+            elif state == "not_ready":  # its own word: it loads, drains, or decodes alone
+                log.info("peer.not_ready", peer=self.name, detail=detail)
             else:
                 log.warning("peer.lost", peer=self.name, state=state, detail=detail)
         self.state, self.detail = state, detail
