@@ -68,8 +68,8 @@ QWEN_GDN: Config = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 4,
-    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "num_hidden_layers": 3,
     "rope_theta": 10000000.0,
     "partial_rotary_factor": 0.25,
 }
@@ -127,16 +127,16 @@ _QWEN3_5_MOE: Config = {
     **QWEN_SHARED_EXPERT,
 }
 _KIMI: Config = {
-    # Layers are counted from 1: two of latent attention among five.
+    # Layers are counted from 1: one of latent attention among three.
     "architectures": ["KimiLinearForCausalLM"],
     "model_type": "kimi_linear",
-    "num_hidden_layers": 5,
+    "num_hidden_layers": 3,
     "mla_use_nope": True,
     "q_lora_rank": None,
     "model_max_length": 65536,
     "linear_attn_config": {
-        "full_attn_layers": [3, 5],
-        "kda_layers": [1, 2, 4],
+        "full_attn_layers": [2],
+        "kda_layers": [1, 3],
         "head_dim": 16,
         "num_heads": 4,
         "short_conv_kernel_size": 4,
@@ -162,7 +162,7 @@ _BAILING: Config = {
 }
 _LING3: Config = _BAILING | {
     "architectures": ["BailingHybridForCausalLM"],
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 3,
     "layer_group_size": 3,
     "short_conv_kernel_size": 4,
     "kda_safe_gate": True,
@@ -171,7 +171,7 @@ _LING3: Config = _BAILING | {
 }
 _RING: Config = _BAILING | {
     "architectures": ["BailingMoeV2_5ForCausalLM"],
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 3,
     "layer_group_size": 3,
     "group_norm_size": 2,
     "linear_silu": False,
@@ -184,8 +184,8 @@ _RING: Config = _BAILING | {
 _OLMO: Config = {
     "architectures": ["OlmoHybridForCausalLM"],
     "model_type": "olmo_hybrid",
-    "num_hidden_layers": 5,
-    "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL],
+    "num_hidden_layers": 3,
+    "layer_types": [LINEAR, FULL, LINEAR],
     "head_dim": 16,
     "num_key_value_heads": 4,
     "linear_num_key_heads": 4,
@@ -199,9 +199,9 @@ _OLMO: Config = {
 _MINIMAX: Config = {
     "architectures": ["MiniMaxForCausalLM"],
     "model_type": "minimax",
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     # transformers reads its length off layer 0, which therefore must be a full one.
-    "layer_types": [FULL, LINEAR, LINEAR, FULL],
+    "layer_types": [FULL, LINEAR, LINEAR],
     "head_dim": 16,
     "block_size": 64,
     "num_local_experts": 4,
@@ -217,8 +217,8 @@ _MINIMAX: Config = {
 _GRANITE: Config = {
     "architectures": ["GraniteMoeHybridForCausalLM"],
     "model_type": "granitemoehybrid",
-    "num_hidden_layers": 4,
-    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
     "head_dim": 16,
     "shared_intermediate_size": 64,
     "num_local_experts": 4,
@@ -243,7 +243,7 @@ _BAMBA: Config = {
 _FALCON_H1: Config = {
     "architectures": ["FalconH1ForCausalLM"],
     "model_type": "falcon_h1",
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "head_dim": 16,
     "rope_theta": 100000000000.0,
     "mamba_d_ssm": 64,
@@ -292,8 +292,8 @@ _NEMOTRON_H: Config = {
 _LFM2: Config = {
     "architectures": ["Lfm2ForCausalLM"],
     "model_type": "lfm2",
-    "num_hidden_layers": 5,
-    "full_attn_idxs": [2, 4],
+    "num_hidden_layers": 3,
+    "full_attn_idxs": [1],
     "head_dim": 16,
     "norm_eps": 1e-5,
     "conv_L_cache": 3,
