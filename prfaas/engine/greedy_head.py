@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prfaas.engine.linear import SHARD_OUTPUTS, Linear, padded_rows
+from prfaas.engine.linear import SHARD_OUTPUTS, Linear, pack, padded_rows
 
 CHUNK = 64
 """Ids whose largest product is looked at first."""
@@ -34,10 +34,14 @@ ROW_LEVELS = 63
 ROW_ZERO = 64
 PANEL_OUTPUTS = 16
 """fbgemm rounds what is left over of its panels otherwise, where there are over 512 inputs."""
+SCORED_OUTPUTS = 32
+"""Whole panels of fbgemm on any machine: with AVX-512 one has 32 outputs."""
 SLAB_ROWS = 512
 """Rows rounded at once: they stay in cache."""
 MAX_CANDIDATES = 256
 """Of one row; with more all logits are as fast."""
+MIN_NORM = 1e-15
+"""Of shorter rows the squares underflow, and the norm is no bound."""
 MAX_HADAMARD = 128
 
 Ids = NDArray[np.int64]
@@ -51,14 +55,23 @@ class GreedyHead:
         weight_VD: the head, any float dtype; kept, and read where candidates are. V is a multiple
             of PANEL_OUTPUTS.
         head: the packed head.
+        logits_scale: what the model multiplies logits by, more than 0; it can make two of them equal.
         pool: shares the work of packing.
     """
 
-    def __init__(self, weight_VD: Tensor, head: Linear, *, pool: Executor | None = None) -> None:
+    def __init__(
+        self,
+        weight_VD: Tensor,
+        head: Linear,
+        *,
+        logits_scale: float = 1.0,
+        pool: Executor | None = None,
+    ) -> None:
         num_outputs, num_inputs = weight_VD.shape
         assert num_outputs % PANEL_OUTPUTS == 0
         self._weight_VD = weight_VD
         self._head = head
+        self._logits_scale = logits_scale
         self._hadamard, self._cosines = _turning(num_inputs)
         shards = torch.split(weight_VD, SHARD_OUTPUTS)
         packed = list((map if pool is None else pool.map)(self._pack, shards))
@@ -66,8 +79,10 @@ class GreedyHead:
         self._errors_CN = torch.cat([errors for _, errors, _ in packed]).view(-1, CHUNK).numpy()
         self._peak_errors_C = torch.from_numpy(self._errors_CN.max(axis=1))
         self._max_norm = max(norm for _, _, norm in packed)
-        # Of float32 sums of D products, here and in the head, whatever their order.
-        self._rounding = num_inputs**1.5 * torch.finfo(torch.float32).eps
+        # Of all float32 sums, whatever their order: those of the head, of norms, and of turning w and
+        # x, where n products of a row of |A| come to n**1.5. In eps / 2 at most 3 D + 3 turns + 22.
+        turns = sum(len(matrix) ** 1.5 for matrix in (self._hadamard, self._cosines))
+        self._rounding = (2 * num_inputs + 2 * turns + 32) * torch.finfo(torch.float32).eps
 
     def _turn(self, x_TD: Tensor) -> Tensor:
         """Return the rows in the basis that spreads outliers."""
@@ -106,7 +121,7 @@ class GreedyHead:
     def largest(self, x_TD: Tensor, num_rows: int) -> list[int] | None:
         """Return the id of the largest logit of the first rows, the smallest id of equals.
 
-        Rows of which too many ids could be it get all logits. None: a row is zero or not finite.
+        Rows of which too many ids could be it get all logits. None: a row is zero, nearly so, or not finite.
 
         Args:
             x_TD: rows of the head's input, padded as its packing asks.
@@ -114,7 +129,7 @@ class GreedyHead:
         """
         x_MD = x_TD[:num_rows]
         norms_M = x_MD.norm(dim=1)
-        if not (norms_M.isfinite() & (norms_M > 0)).all():
+        if not (norms_M.isfinite() & (norms_M > MIN_NORM)).all():
             return None
         turned_MD = self._turn(x_MD)
         steps_M = turned_MD.abs().amax(1).clamp_(min=1e-30) / ROW_LEVELS
@@ -148,17 +163,18 @@ class GreedyHead:
         best = dict.fromkeys(range(num_rows), 0)
         if left:
             ids = np.unique(np.concatenate([*left.values()]))
-            logits = self.score(x_TD, torch.from_numpy(ids)).numpy()
+            logits = self.score(x_TD, torch.from_numpy(ids)).mul_(self._logits_scale).numpy()
             best.update((row, int(ids[logits[row].argmax()])) for row in left)
         if unproved := [row for row in range(num_rows) if row not in left]:
             padding = padded_rows(len(unproved), "fbgemm-fp16") - len(unproved)
-            logits = self._head(x_TD[unproved + unproved[:1] * padding]).numpy()
+            logits = self._head(x_TD[unproved + unproved[:1] * padding])
+            logits = logits.mul_(self._logits_scale).numpy()
             best.update((row, int(logits[i].argmax())) for i, row in enumerate(unproved))
         return [*best.values()]
 
     def score(self, x_TD: Tensor, ids_N: Tensor) -> Tensor:
         """Return the logits of these ids, [T, N], with the head's own bits."""
-        padding = -len(ids_N) % PANEL_OUTPUTS
+        padding = -len(ids_N) % SCORED_OUTPUTS
         padded_N = torch.cat([ids_N, ids_N[:1].expand(padding)])
         packed = torch.ops.quantized.linear_prepack_fp16(self._weight_VD[padded_N].float(), None)
         scores_TN: Tensor = torch.ops.quantized.linear_dynamic_fp16(x_TD, packed)
@@ -211,3 +227,13 @@ def _turning(num_inputs: int) -> tuple[Tensor, Tensor]:
     cosines = torch.cos(math.pi / number * (index + 0.5) * index[:, None]) * math.sqrt(2 / number)
     cosines[0] /= math.sqrt(2)
     return hadamard / math.sqrt(size), cosines.float()
+
+
+def is_available() -> bool:
+    """Return whether this build of torch on this machine has what a GreedyHead computes with."""
+    weight_VD = torch.eye(CHUNK)
+    x_TD = weight_VD[[3] * padded_rows(1, "fbgemm-fp16")]
+    try:
+        return GreedyHead(weight_VD, pack(weight_VD, "fbgemm-fp16")).largest(x_TD, 1) == [3]
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False

@@ -64,6 +64,20 @@ def test_of_equal_logits_the_smallest_id_is_the_largest_ones():
     assert greedy_of(weight_VD).largest(x_TD, 1) == [17]
 
 
+@pytest.mark.parametrize("max_candidates", [0, 256])
+def test_logits_that_scaling_makes_equal_are_equal(monkeypatch, max_candidates):
+    monkeypatch.setattr(greedy_head, "MAX_CANDIDATES", max_candidates)
+    weight_VD = head_of(128, 256, 6) * 0.1
+    weight_VD[[5, 90]] = 0.0
+    weight_VD[[5, 90], 0] = 14.0
+    weight_VD[90, 1] = 1.0  # a logit of 14 and one float more: a sixth of both is the same float
+    x_TD = torch.zeros(3, 256)
+    x_TD[:, 0], x_TD[:, 1] = 1.0, 2.0**-20
+    head = pack(weight_VD, "fbgemm-fp16")
+    assert GreedyHead(weight_VD, head).largest(x_TD, 1) == [90]
+    assert GreedyHead(weight_VD, head, logits_scale=1 / 6).largest(x_TD, 1) == [5]
+
+
 def test_candidates_have_the_bits_of_the_head():
     weight_VD = head_of(9008, 640, 1)  # more than a shard, and than fbgemm's 512 inputs
     head, greedy = pack(weight_VD, "fbgemm-fp16"), greedy_of(weight_VD)
@@ -90,7 +104,7 @@ def test_few_ids_are_left_to_the_head(monkeypatch):
     assert scored[0] < 100
 
 
-@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0.0, 3e-23, float("nan"), float("inf")])
 def test_a_row_that_proves_nothing_is_left_to_the_head(value):
     greedy = greedy_of(head_of(128, 64, 4))
     assert greedy.largest(torch.full((3, 64), value), 1) is None

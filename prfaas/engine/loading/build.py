@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from prfaas.engine.greedy_head import PANEL_OUTPUTS, GreedyHead
+from prfaas.engine.greedy_head import is_available as greedy_head_is_available
 from prfaas.engine.kv import CPU
 from prfaas.engine.linear import TORCH_DTYPES, Packing
 from prfaas.engine.loading.checkpoint import TensorSource
@@ -53,8 +54,10 @@ def build_model(
         lm_head = parts.pack(head, pool=pool)
         greedy_head = None
         is_large = head.numel() >= GREEDY_HEAD_WEIGHTS
-        if packing == "fbgemm-fp16" and is_large and len(head) % PANEL_OUTPUTS == 0:
-            greedy_head = GreedyHead(head, lm_head, pool=pool)
+        has_panels = packing == "fbgemm-fp16" and len(head) % PANEL_OUTPUTS == 0
+        if is_large and has_panels and greedy_head_is_available():
+            scale = spec.logits_scale
+            greedy_head = GreedyHead(head, lm_head, logits_scale=scale, pool=pool)
     return Model(
         spec,
         embed_tokens=Embedding(
