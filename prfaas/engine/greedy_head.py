@@ -167,9 +167,9 @@ class GreedyHead:
             best.update((row, int(ids[logits[row].argmax()])) for row in left)
         if unproved := [row for row in range(num_rows) if row not in left]:
             padding = padded_rows(len(unproved), "fbgemm-fp16") - len(unproved)
-            logits = self._head(x_TD[unproved + unproved[:1] * padding])
-            logits = logits.mul_(self._logits_scale).numpy()
-            best.update((row, int(logits[i].argmax())) for i, row in enumerate(unproved))
+            logits_TV = self._head(x_TD[unproved + unproved[:1] * padding])
+            found = logits_TV.mul_(self._logits_scale).numpy().argmax(axis=1)
+            best.update(zip(unproved, found.tolist(), strict=False))  # behind them is padding
         return [*best.values()]
 
     def score(self, x_TD: Tensor, ids_N: Tensor) -> Tensor:
