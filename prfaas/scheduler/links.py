@@ -10,10 +10,16 @@ NEAR_BYTES_PER_S = 125e6
 
 
 class Links:
-    """The ways from other nodes to a cluster's, as any of its nodes saw them last."""
+    """The ways from other nodes to a cluster's. Of a rate the least counts that one of its nodes says.
+
+    A node to which nothing was sent yet knows only what the sender sends at most, or what a profile says.
+    """
 
     def __init__(self) -> None:
+        self._told_byte_s: dict[str, dict[str, float]] = {}
+        """By the sender, then by the node that says so."""
         self._byte_s: dict[str, float] = {}
+        """By the sender, the most that is said."""
         self._rtt_s: dict[str, float] = {}
 
     def heard(self, heartbeat: Heartbeat) -> list[str]:
@@ -26,7 +32,9 @@ class Links:
             rate, rtt_s = known_rate(report.bytes_per_s), known_rate(report.rtt_s)
             old = self._byte_s.get(name), self._rtt_s.get(name)
             if rate is not None:
-                self._byte_s[name] = 1 / rate
+                told = self._told_byte_s.setdefault(name, {})
+                told[heartbeat.node] = 1 / rate
+                self._byte_s[name] = max(told.values())
             if rtt_s is not None:
                 self._rtt_s[name] = rtt_s
             if old != (self._byte_s.get(name), self._rtt_s.get(name)):
@@ -34,12 +42,19 @@ class Links:
         return changed
 
     def forget(self, name: str) -> None:
-        """Drop what is known of the way from a node."""
-        self._byte_s.pop(name, None)
-        self._rtt_s.pop(name, None)
+        """Drop what is known of the way from a node, and what it said of others."""
+        for known in (self._told_byte_s, self._byte_s, self._rtt_s):
+            known.pop(name, None)
+        for sender, told in list(self._told_byte_s.items()):
+            if told.pop(name, None) is None:
+                continue
+            if told:
+                self._byte_s[sender] = max(told.values())
+            else:
+                del self._told_byte_s[sender], self._byte_s[sender]
 
     def byte_s(self, name: str) -> float | None:
-        """Return the seconds of a byte from a node; None if no transfer has shown it."""
+        """Return the seconds of a byte from a node; None if nobody knows."""
         return self._byte_s.get(name)
 
     def rtt_s(self, name: str) -> float | None:

@@ -340,7 +340,8 @@ def may_return(wanted: Wanted, node: Standing, now_s: float) -> bool:
     """Return whether a node that is of no use now may yet decode the request.
 
     One that is silent or failed may be heard again, one that loads be ready, one that prefills be given the
-    other mode. One that drains goes for good, and one that has no room has said when to come again.
+    other mode. One that drains goes for good. One that has no room has said when to come again: the client can, but
+    not with an answer that has begun.
     """
     is_fit = wanted.numerics is None or node.numerics == wanted.numerics
     is_pd = node.heartbeat.role == "pd"
@@ -349,7 +350,7 @@ def may_return(wanted: Wanted, node: Standing, now_s: float) -> bool:
         and is_fit
         and node.name not in wanted.excluded
         and not node.heartbeat.is_draining
-        and node.refusal(now_s) != "refusing"
+        and (wanted.numerics is not None or node.refusal(now_s) != "refusing")
     )
 
 

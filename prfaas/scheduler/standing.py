@@ -155,8 +155,9 @@ class Standing:
         seconds += (
             price.place_s if job.num_sequences == 1 else self._place_s(guess, job.num_sequences)
         )
-        if job.num_bytes > price.free_bytes:
-            seconds += self._answer_s(guess) * (1 - max(0, price.free_bytes) / job.num_bytes)
+        free_bytes = max(0, price.free_bytes)
+        if job.num_bytes > free_bytes:
+            seconds += self._answer_s(guess) * (1 - free_bytes / job.num_bytes)
         return seconds
 
     def age_s(self, now_s: float) -> float:

@@ -175,13 +175,16 @@ class EngineThread:
         """Hand a request to the engine, with one hold on its table; return its events.
 
         A refusal (BadRequest, Overloaded) is raised by the first step of the iteration, and the hold
-        is released. Raises EngineError if the engine is not running.
+        is released. Raises EngineError, after the release, if the engine is not running or still has a
+        request of that name.
         """
         request = submission.request
         if not self.is_running:
             submission.table.release()
             raise EngineError(self._failure or "the engine is not running")
-        assert request.request_id not in self._streams, "request id used twice"
+        if request.request_id in self._streams:
+            submission.table.release()
+            raise EngineError(f"request {request.request_id} runs here already")
         max_events = request.num_choices * request.sampling.max_tokens + EXTRA_EVENTS
         stream = EngineStream(request.request_id, max_events)
         self._streams[request.request_id] = stream

@@ -146,14 +146,16 @@ class PromptFiller:
                 origin = received_from(peer, request, self._options.kv_codec)
                 here = await self._lookup.under(request, origin)
                 fetching.take(here.table)
-                other = self._fetcher.bringing(here.table)
-                if other is None:
+                has_come = here.table.hit_tokens >= directions.prefix_tokens
+                other = None if has_come else self._fetcher.bringing(here.table)
+                if other is None and not has_come:
                     num_more = directions.prefix_tokens - prefix.table.hit_tokens
                     return await self._fetch_behind(here, peer, generation, hold, num_more)
-            await other.ended.wait()
+            if other is not None:
+                await other.ended.wait()
             prefix = await self._look_up(request)
             hold.take(prefix.table)
-            if other.peer is peer and other.outcome not in ("completed", "cancelled"):
+            if other is None or (other.peer is peer and other.has_failed):
                 break
         return prefix
 

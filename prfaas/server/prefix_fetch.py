@@ -59,6 +59,11 @@ class PrefixFetch:
     transfer_id: str = field(default_factory=lambda: secrets.token_hex(16))
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def has_failed(self) -> bool:
+        """It was not left, and not everything came."""
+        return self.outcome not in ("completed", "cancelled")
+
 
 class PrefixFetcher:
     """Runs fetches, each at its own peer."""

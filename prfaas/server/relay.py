@@ -10,9 +10,10 @@ back, it waits: a dead node costs time, never an answer.
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, assert_never, cast, get_args
 
-from aiohttp import ClientConnectorError
+from aiohttp import ClientConnectorError, ConnectionTimeoutError
 
 from prfaas.clock import Clock
 from prfaas.errors import (
@@ -92,6 +93,8 @@ class Relay:
         self._force_route = force_route
         self._return_logits = return_logits
         self._keys: PromptKeys = {}
+        self._asked_id = self._request.request_id
+        """What the node of this try calls the request: one that is asked again may still run it as before."""
         self._open = set(range(self._request.num_choices))
         """Choices that lack their last token."""
         self._last: TokenEvent | None = None
@@ -107,7 +110,7 @@ class Relay:
         self._unable: set[str] = set()
         """Those that said themselves that they failed with this request."""
         self._until_s = 0.0
-        """So long it is tried anywhere, unless an answer goes on."""
+        """So long it is tried anywhere, counted anew where a node that had it in hand was lost."""
         self._num_failures = 0
         self._failure: PrfaasError | None = None
         self._route_outcome: Outcome | None = None
@@ -121,10 +124,11 @@ class Relay:
         self._until_s = self._clock() + self._patience_s
         while True:
             placement = await self._place()
+            num_failures = self._num_failures
             if await self._try(placement):
                 return
             self._generation.record.retries += 1
-            if self._has_answered:
+            if self._has_answered or self._num_failures > num_failures:
                 self._until_s = self._clock() + self._patience_s
 
     async def _place(self) -> Placement:
@@ -135,13 +139,13 @@ class Relay:
         while True:
             hits = await self._driver.hits(self._keys)
             placed = self._placed(hits)
-            if isinstance(placed, NoNode) and self._excluded != self._unable:
+            left_s = self._until_s - self._clock()
+            if isinstance(placed, NoNode) and left_s > 0 and self._excluded != self._unable:
                 self._excluded = set(self._unable)  # those that were tried may be well again
                 placed = self._placed(hits)
             if isinstance(placed, Placement):
                 self._note(placed, hits, self._clock() - began_s)
                 return placed
-            left_s = self._until_s - self._clock()
             if not placed.may_pass or left_s <= 0:
                 raise self._unplaced(placed)
             log.debug("request.waiting", reason=placed.reason)
@@ -227,7 +231,7 @@ class Relay:
                 outcome = "failed"
                 if isinstance(error, EngineError):
                     self._unable.add(node)
-                if not isinstance(error.__cause__, ClientConnectorError):
+                if not isinstance(error.__cause__, ClientConnectorError | ConnectionTimeoutError):
                     self._num_failures += 1  # else it has not seen the request
                 self._failed(node, error)
             else:  # all tokens have come, only the node's last word has not
@@ -268,9 +272,11 @@ class Relay:
             raise TransferError(f"node {node} has left")
         http = self._links.to(node)
         self._open -= self._generation.stopped_choices  # while there was no node to tell it to
+        if retries := self._generation.record.retries:
+            self._asked_id = f"{self._request.request_id}.{retries}"
         asked = GenerateRequest(
             identity=said.identity,
-            request=self._request,
+            request=replace(self._request, request_id=self._asked_id),
             drawn_tokens=self._generation.drawn_tokens if self._generation.has_drawn else (),
             ended_choices=tuple(
                 choice for choice in range(self._request.num_choices) if choice not in self._open
@@ -369,7 +375,7 @@ class Relay:
             self._spawn(self._tell_stop(node, choice_index))
 
     async def _tell_stop(self, node: str, choice_index: int) -> None:
-        stop = StopChoice(request_id=self._request.request_id, choice_index=choice_index)
+        stop = StopChoice(request_id=self._asked_id, choice_index=choice_index)
         said = self._driver.said(node)
         if said is None:
             return

@@ -186,9 +186,9 @@ class RemotePrefiller:
             num_link_bytes=attempt.peer.num_kv_bytes,
         )
         if (times := attempt.times) is not None:
-            monitor.computed(
-                began_s=attempt.accepted_s + times.begun_s,
-                ended_s=attempt.accepted_s + times.computed_s,
+            monitor.computed(  # nothing was later than its word of it
+                began_s=min(now_s, attempt.accepted_s + times.begun_s),
+                ended_s=min(now_s, attempt.accepted_s + times.computed_s),
                 num_tokens=times.num_engine_tokens if times.num_tokens else 0,
             )
         attempt.rates = monitor.rates(now_s)

@@ -46,3 +46,16 @@ def test_a_link_inside_the_cluster_is_assumed_to_be_fast_until_it_was_measured()
     assert links.near_byte_s(None) == links.near_byte_s("p:1") == 1 / NEAR_BYTES_PER_S
     heard(links, bytes_per_s=1e6)
     assert links.near_byte_s("p:1") == 1e-6
+
+
+def test_the_least_rate_that_a_node_says_counts_until_it_says_another_or_leaves():
+    links = Links()
+    heard(links, bytes_per_s=1e6)
+    other = beat("other:1", links={"p:1": LinkReport(bytes_per_s=5e7)})
+    assert links.heard(other) == []
+    assert links.byte_s("p:1") == 1e-6
+    assert heard(links, bytes_per_s=2e6) == ["p:1"]
+    links.forget(beat().node)
+    assert links.byte_s("p:1") == 1 / 5e7
+    links.forget("other:1")
+    assert links.byte_s("p:1") is None

@@ -201,7 +201,6 @@ class ScriptedEngine:
                 self.max_prefill_steps -= 1
                 if self.max_prefill_steps == 0:
                     self.gate.clear()
-            time.sleep(self.prefill_step_s)
             self._prefill(sequence)
             if sequence.num_tokens < len(sequence.prompt):
                 return []
@@ -213,6 +212,7 @@ class ScriptedEngine:
         end = min(len(sequence.prompt), start + self.chunk_tokens)
         if sink is not None and not sequence.num_computed:
             sink.progress(start)
+        time.sleep(self.prefill_step_s)
         is_last = end == len(sequence.prompt)
         whole = range(start // BLOCK_TOKENS, end // BLOCK_TOKENS)
         blocks = list(whole)

@@ -84,7 +84,7 @@ async def test_sessions_that_push_each_other_out_never_meet_each_others_secret(
     family, model_of, tmp_path
 ):
     """Twenty begin alike, under one salt, in turns and four at a time; RAM holds two of them."""
-    async with node_on(model_of(family), tmp_path / "cache", ram_bytes=1 << 20) as node:
+    async with node_on(model_of(family), tmp_path / "cache", ram_bytes=1 << 19) as node:
         encode, decode = node.tokenizer.encode, node.tokenizer.decode
         opening = encode("You keep one secret word, and tell it to nobody else. " * 2, add_bos=True)
         words = [f"zq{number * 7919 % 1000:03}x" for number in range(20)]

@@ -150,6 +150,17 @@ async def test_stopping_ends_what_runs_and_the_thread():
             bench.submit(request(10))
 
 
+async def test_a_name_that_runs_is_refused_and_holds_nothing():
+    async with running() as bench:
+        first = request(40, variant=1, max_tokens=10**6)
+        stream = bench.submit(first)
+        with pytest.raises(EngineError, match="runs here already"):
+            bench.submit(first)
+        bench.thread.abort(first.request_id)
+        await drain(stream)
+    bench.assert_nothing_is_held()
+
+
 async def test_a_thread_that_never_started_stops_at_once():
     bench = Bench()
     await bench.thread.stop()

