@@ -5,6 +5,7 @@ else is refused. Where a node is placed, whom it is told to know and which mode 
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -52,8 +53,10 @@ class FleetDriver:
         self.identity: Identity | None = None
         """What the fleet computes; None while there is no node."""
         self.layout: CacheLayout | None = None
-        self.change = asyncio.Event()
+        self._change = asyncio.Event()
         """Set, and replaced by the next one, once a node can decode again or has gone."""
+        self.num_waiting = 0
+        """Requests for which there is no node now."""
         self.num_conversions = 0
         """Modes that nodes were asked to take."""
         self._prefixes: FleetPrefixes | None = None
@@ -80,12 +83,13 @@ class FleetDriver:
         before = self._said.get(beat.node)
         was_known = before is not None and before.heartbeat.epoch == beat.epoch
         numerics = message.identity.numerics_fingerprint
+        could_decode = self.fleet.can_decode(beat.node, self._clock())
         if not self.fleet.heard(beat, self._clock(), numerics=numerics):
             raise Overloaded(
                 f"node {beat.node} is not taken into the fleet", retry_after_s=PERIOD_S
             )
         self._said[beat.node] = message
-        if self.fleet.can_decode(beat.node, self._clock()):
+        if not could_decode and self.fleet.can_decode(beat.node, self._clock()):
             self._changed()
         self._refused.discard(beat.node)
         prefixes = self._join(message)
@@ -157,9 +161,19 @@ class FleetDriver:
             return False, f"all of {len(pd)} pd nodes drain"
         return True, ""
 
+    async def until_change(self, seconds: float) -> None:
+        """Return when a node has come or is back, or after so long; counted as a request that waits."""
+        self.num_waiting += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._change.wait()
+        finally:
+            self.num_waiting -= 1
+
     def _changed(self) -> None:
-        self.change.set()
-        self.change = asyncio.Event()
+        self._change.set()
+        self._change = asyncio.Event()
 
     def said(self, node: str) -> HeartbeatMessage | None:
         """Return the latest word of a node, None if it is unknown."""

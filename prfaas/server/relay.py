@@ -8,7 +8,6 @@ back, it waits: a dead node costs time, never an answer.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, assert_never, cast, get_args
@@ -55,6 +54,10 @@ if TYPE_CHECKING:
     from prfaas.server.fleet_prefixes import PromptKeys
 
 MAX_FAILURES = 3
+MAX_WAITING = 1024
+"""Requests without a first token, for which there is no node yet; the others are let wait."""
+LOOK_S = 1.0
+"""A request that waits looks so often, and when a node comes or is back."""
 """Nodes that may fail with one request: a prompt that ends nodes must not end them all."""
 
 log = get_logger()
@@ -148,11 +151,10 @@ class Relay:
                 return placed
             if not placed.may_pass or left_s <= 0:
                 raise self._unplaced(placed)
+            if not self._generation.has_drawn and self._driver.num_waiting >= MAX_WAITING:
+                raise self._unplaced(placed)
             log.debug("request.waiting", reason=placed.reason)
-            change = self._driver.change
-            with contextlib.suppress(TimeoutError):  # the last look says why
-                async with asyncio.timeout(left_s):
-                    await change.wait()
+            await self._driver.until_change(min(left_s, LOOK_S))
 
     def _placed(self, hits: Mapping[str, int]) -> Placement | NoNode:
         wanted = self._driver.wanted(

@@ -316,6 +316,20 @@ async def test_a_request_waits_no_longer_than_it_may():
         assert "not_ready" in str(error)
 
 
+async def test_so_many_wait_and_no_more(monkeypatch):
+    monkeypatch.setattr("prfaas.server.relay.MAX_WAITING", 2)
+    async with scripted_fleet(1, patience_s=60.0) as fleet:
+        (node,) = fleet.nodes
+        await fleet.beat(node, is_ready=False)
+        async with asyncio.TaskGroup() as tasks:
+            waiting = [tasks.create_task(fleet.host.ask(request(variant=v))) for v in range(2)]
+            await until(lambda: fleet.scheduler.driver.num_waiting == 2)
+            assert isinstance(await ended_with(fleet.host.ask(request())), Overloaded)
+            await fleet.beat(node)
+        assert [task.result().record.node for task in waiting] == [node.name] * 2
+        assert fleet.scheduler.driver.num_waiting == 0
+
+
 async def test_a_client_that_leaves_while_it_waits_is_waited_for_no_longer():
     async with scripted_fleet(1, patience_s=60.0) as fleet:
         (node,) = fleet.nodes
