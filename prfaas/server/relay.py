@@ -137,7 +137,7 @@ class Relay:
     async def _place(self) -> Placement:
         """Return where the request goes now, or as soon as there is a node for it."""
         if self._num_failures >= MAX_FAILURES:
-            raise EngineError(f"{self._num_failures} nodes failed with this request")
+            raise EngineError(f"nodes failed {self._num_failures} times with this request")
         began_s = self._clock()
         while True:
             hits = await self._driver.hits(self._keys)
