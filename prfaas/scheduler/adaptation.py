@@ -28,7 +28,7 @@ SLICES = 10
 MIN_SHARE = 0.1
 """Of the steps, that may carry prefill whatever decodes: no prompt starves."""
 MIN_THRESHOLD_TOKENS, MAX_THRESHOLD_TOKENS = 64.0, 1e9
-MIN_MOVE_FRACTION = 0.25
+MIN_MOVE_FRACTION = 0.1
 """Of t, that another t has to be away to be taken."""
 EWMA_WEIGHT = 0.3
 """Of what the newest look sees."""

@@ -4,7 +4,7 @@ All of it is in the time and the bytes of the live nodes, so that nothing is con
 """
 
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,7 @@ def write_case(
     scenario: Scenario,
     *,
     speed: float,
+    slower: Mapping[str, float],
     kv: dict[int, int],
     load: float,
     num_requests: int,
@@ -135,10 +136,10 @@ def write_case(
     """Write the plan of a scenario, and return it with its requests.
 
     The link is as fast as it has to be for EGRESS_SHARE of it to be filled. `kv` is what live prompts of some lengths
-    moved.
+    moved, `slower` how many times as long as `speed` promises they took on each side.
     """
     for side in SOURCES:
-        _write_profile(directory / f"plan-{side}.toml", side, speed, kv)
+        _write_profile(directory / f"plan-{side}.toml", side, speed / slower[side], kv)
     workload = CASE_STUDY.replace("output_tokens = 1024", f"output_tokens = {output_tokens}")
     (directory / "workload.toml").write_text(workload)
     path = directory / f"plan-{scenario.name}.toml"
