@@ -103,7 +103,9 @@ def measured(
             load = load_now(urls[way], requests, max_s=4 * options.seconds + 30)
             if not all(sample.is_done for sample in load.samples):
                 errors = to_json(load, ttft_slo_s=1.0)["errors"]
-                raise RuntimeError(f"{way} at {rate_rps:g} req/s: {errors}")
+                raise RuntimeError(
+                    f"{way} at {rate_rps:g} req/s: {errors}; more than this machine carries?"
+                )
             rounds[way].append(load)
     return rounds
 
@@ -178,8 +180,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, nargs="+", default=[50.0, 200.0], help="50 200")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a round: 10")
     parser.add_argument("--rounds", type=int, default=5, help="each way: 5")
-    parser.add_argument("--prompt-tokens", type=int, default=256, help="256")
-    parser.add_argument("--output-tokens", type=int, default=8, help="8")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="64")
+    parser.add_argument("--output-tokens", type=int, default=2, help="2")
     parser.add_argument("--seed", type=int, default=0, help="of the arrivals: 0")
     return parser.parse_args(argv)
 
