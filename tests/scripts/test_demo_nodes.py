@@ -41,7 +41,7 @@ def test_a_signal_that_a_finalizer_swallows_ends_the_next_wait(ending):
 def test_a_signal_while_held_ends_the_demo_behind_the_block(ending):
     steps = []
 
-    def start_node():
+    def start_node() -> None:
         with ending.held():
             signal.raise_signal(signal.SIGTERM)
             steps.append("started")
