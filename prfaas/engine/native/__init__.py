@@ -1,0 +1,1 @@
+"""Kernels that the engine compiles for the machine it runs on."""

@@ -1,0 +1,223 @@
+"""Kernels: functions in machine code, compiled for this machine when first called.
+
+A call shares its units of work among torch's own OpenMP threads, so that no second pool competes
+with them. Which thread takes which unit is left to chance and must not matter to the result.
+"""
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from threading import Lock
+from typing import Any, Literal
+
+import torch
+from llvmlite import binding as llvm
+from llvmlite import ir
+from torch import Tensor
+
+from prfaas.engine.native.code import F16, F32, F64, I8, I32, I64, POINTER, Code, Pointer, Value
+
+Argument = Literal["int", "float", "int8*", "float16*", "float32*", "int64*"]
+ELEMENTS: dict[str, ir.Type] = {"int8*": I8, "float16*": F16, "float32*": F32, "int64*": I64}
+OPTIMIZATION_LEVEL = 3
+_compiling = Lock()
+
+
+class Task:
+    """What a kernel's body writes its code with.
+
+    Attributes:
+        code: the function of one thread.
+        worker: which of the threads runs it, 0, 1, ...
+    """
+
+    def __init__(self, function: ir.Function, arguments: Mapping[str, Argument]) -> None:
+        self.code = code = Code(function)
+        frame = function.args[0]
+        self._next_unit = Pointer(code, frame, I64)
+        values = Pointer(code, code.builder.load((self._next_unit + 1).ir, typ=POINTER), I64)
+        self._values: dict[str, Value | Pointer] = {}
+        for index, (name, kind) in enumerate(arguments.items()):
+            place = (values + index).ir
+            if kind == "int":
+                self._values[name] = Value(code, code.builder.load(place, typ=I64))
+            elif kind == "float":
+                wide = code.builder.load(place, typ=F64)
+                self._values[name] = Value(code, code.builder.fptrunc(wide, F32))
+            else:
+                address = code.builder.load(place, typ=POINTER)
+                self._values[name] = Pointer(code, address, ELEMENTS[kind])
+        number = code.external("omp_get_thread_num", ir.FunctionType(I32, []))
+        self.worker = Value(code, code.builder.sext(code.builder.call(number, []), I64))
+
+    def number(self, name: str) -> Value:
+        """Return an argument that is an int or a float."""
+        value = self._values[name]
+        assert isinstance(value, Value)
+        return value
+
+    def pointer(self, name: str) -> Pointer:
+        """Return an argument that is an address."""
+        value = self._values[name]
+        assert isinstance(value, Pointer)
+        return value
+
+    @contextmanager
+    def units(self, count: Value) -> Iterator[Value]:
+        """Write the block for units 0, 1, ..., each of which one of the threads takes.
+
+        There is one such loop in a kernel, as nothing waits for the others between two.
+        """
+        code = self.code
+        unit = code.variable(self._take())
+        head, body, done = (code.builder.append_basic_block(name) for name in ("head", "body", "done"))
+        code.builder.branch(head)
+        code.builder.position_at_end(head)
+        code.builder.cbranch((unit.value < count).ir, body, done)
+        code.builder.position_at_end(body)
+        yield unit.value
+        unit.set(self._take())
+        code.builder.branch(head)
+        code.builder.position_at_end(done)
+
+    def _take(self) -> Value:
+        builder = self.code.builder
+        return Value(self.code, builder.atomic_rmw("add", self._next_unit.ir, I64(1), "monotonic"))
+
+    def function(
+        self, name: str, kinds: list[Argument], body: Callable[..., None]
+    ) -> ir.Function:
+        """Return a function of its own, to be called with `code.call`; body(code, *arguments)."""
+        module = self.code.function.module
+        if (found := module.globals.get(name)) is not None:
+            return found
+        types = [{"int": I64, "float": F32}.get(kind, POINTER) for kind in kinds]
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), types), name)
+        function.linkage = "internal"
+        code = Code(function)
+        body(
+            code,
+            *(
+                Pointer(code, arg, ELEMENTS[kind]) if kind in ELEMENTS else Value(code, arg)
+                for kind, arg in zip(kinds, function.args, strict=True)
+            ),
+        )
+        code.builder.ret_void()
+        return function
+
+
+class Kernel:
+    """A kernel.
+
+    Args:
+        name: of the machine code.
+        arguments: names and kinds; a pointer is passed as its address, `tensor.data_ptr()`.
+        body: writes the code of one thread.
+    """
+
+    def __init__(
+        self, name: str, arguments: Mapping[str, Argument], body: Callable[[Task], None]
+    ) -> None:
+        self.name = name
+        self._arguments = arguments
+        self._body = body
+        codes = {"float": "d"}
+        self._pack = struct.Struct("".join(codes.get(kind, "q") for kind in arguments.values())).pack
+        self._run: Callable[[bytes, int], None] | None = None
+        self._engine: Any = None
+
+    def __call__(self, *values: float, threads: int | None = None) -> None:
+        """Run it on torch's threads, or on `threads` of them."""
+        run = self._run or self.compile()
+        run(self._pack(*values), threads or torch.get_num_threads())
+
+    def compile(self) -> Callable[[bytes, int], None]:
+        """Make the machine code, once."""
+        with _compiling:
+            if self._run is None:
+                self._engine = _machine_code(self.llvm_ir())
+                address = self._engine.get_function_address(self.name)
+                self._run = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int)(address)
+            return self._run
+
+    def llvm_ir(self) -> str:
+        """Return the kernel's source for LLVM."""
+        module = ir.Module(self.name)
+        kind = ir.FunctionType(ir.VoidType(), [POINTER])
+        worker = ir.Function(module, kind, f"{self.name}_worker")
+        task = Task(worker, self._arguments)
+        self._body(task)
+        task.code.builder.ret_void()
+        entry = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, I32]), self.name)
+        code = Code(entry)
+        values, threads = entry.args
+        frame = code.stack(2, I64)
+        frame.store(code.int(0))
+        code.builder.store(values, (frame + 1).ir)
+        if _openmp() is None:
+            code.builder.call(worker, [frame.ir])
+        else:
+            kind = ir.FunctionType(ir.VoidType(), [POINTER, POINTER, I32, I32])
+            parallel = code.external("GOMP_parallel", kind)
+            code.builder.call(parallel, [worker, frame.ir, threads, I32(0)])
+        code.builder.ret_void()
+        return str(module)
+
+
+@cache
+def _openmp() -> ctypes.CDLL | None:
+    """Return the OpenMP library that torch has loaded, if it can be called as GNU's is."""
+    loaded = ctypes.CDLL(None)
+    has_all = hasattr(loaded, "GOMP_parallel") and hasattr(loaded, "omp_get_thread_num")
+    return loaded if has_all else None
+
+
+def _not_parallel() -> int:
+    return 0
+
+
+_thread_zero = ctypes.CFUNCTYPE(ctypes.c_int)(_not_parallel)
+
+
+@cache
+def _target() -> Any:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    openmp = _openmp()
+    number = _thread_zero if openmp is None else openmp.omp_get_thread_num
+    llvm.add_symbol("omp_get_thread_num", ctypes.cast(number, ctypes.c_void_p).value)
+    if openmp is not None:
+        parallel = ctypes.cast(openmp.GOMP_parallel, ctypes.c_void_p).value
+        llvm.add_symbol("GOMP_parallel", parallel)
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(),
+        features=llvm.get_host_cpu_features().flatten(),
+        opt=OPTIMIZATION_LEVEL,
+    )
+
+
+def _machine_code(source: str) -> Any:
+    """Return an engine that holds the compiled module."""
+    machine = _target()
+    module = llvm.parse_assembly(source)
+    module.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=OPTIMIZATION_LEVEL)
+    options.loop_vectorization = options.slp_vectorization = False  # kernels name their vectors
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    return engine
+
+
+@cache
+def vector_lanes() -> int:
+    """Return how many float32s this machine's vectors hold; for loops whose bits it does not decide."""
+    return 16 if llvm.get_host_cpu_features().get("avx512f", False) else 8
+
+
+def address(tensor: Tensor | None) -> int:
+    """Return where a tensor's first element lies; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
