@@ -16,8 +16,6 @@ F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 POINTER = ir.PointerType()
 ELEMENT_BYTES = {I8: 1, F16: 2, F32: 4, I32: 4, I64: 8}
 
-Number = "Value | int | float"
-
 
 class Value:
     """A number or a vector; operators write instructions, Python numbers become constants."""
