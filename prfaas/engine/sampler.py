@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from prfaas.engine.native.noise import GOLDEN, MIX_1, MIX_2, loud_ids
 from prfaas.errors import EngineError
 from prfaas.types import SamplingParams, TokenLogprobs
 
@@ -29,17 +30,15 @@ MIN_LOGPROB = -9999.0
 """Stands for the logprob of the impossible: JSON has no infinity."""
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
 _NUM_SCORED_FIRST = 1024
 """Of the whole vocabulary; few of the others can then still win."""
+_NUM_SAMPLED = 4096
 
 
 def mix64(word: int) -> int:
     """Return SplitMix64's output function of a 64-bit word: a bijection that avalanches."""
-    word = ((word ^ (word >> 30)) * _MIX_1) & _MASK
-    word = ((word ^ (word >> 27)) * _MIX_2) & _MASK
+    word = ((word ^ (word >> 30)) * MIX_1) & _MASK
+    word = ((word ^ (word >> 27)) * MIX_2) & _MASK
     return word ^ (word >> 31)
 
 
@@ -47,7 +46,7 @@ def noise_key(seed: int, choice_index: int, position: int) -> int:
     """Return the 64-bit state from which the noise of every token id at one draw follows."""
     key = 0
     for word in (seed, choice_index, position):
-        key = mix64((key + _GOLDEN & _MASK) ^ word)
+        key = mix64((key + GOLDEN & _MASK) ^ word)
     return key
 
 
@@ -116,9 +115,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int) -> None:
         # SplitMix64 visits key + GOLDEN, key + 2 * GOLDEN, ...: token i takes the (i + 1)th output.
-        self._steps_V: Words = np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-        self._words_V: Words = np.empty_like(self._steps_V)
-        self._shifted_V: Words = np.empty_like(self._steps_V)
+        self._steps_V: Words = np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(GOLDEN)
         self._floats_V: Float32s = np.empty(vocab_size, dtype=np.float32)
 
     def draw(
@@ -186,20 +183,17 @@ class Sampler:
         """
         if logits_V.size <= 2 * _NUM_SCORED_FIRST:
             return np.arange(logits_V.size)
-        edge = self._kth_largest(logits_V, _NUM_SCORED_FIRST)
+        edge = _edge(logits_V)
         first_N = np.flatnonzero(logits_V > edge)
-        if not first_N.size:  # all of them are equal
-            first_N = np.flatnonzero(logits_V == edge)[:_NUM_SCORED_FIRST]
+        if not first_N.size:  # the sample saw the largest
+            first_N = np.flatnonzero(logits_V == logits_V.max())[:_NUM_SCORED_FIRST]
         best_N = _scaled(logits_V[first_N], peak, temperature) + self.gumbel(key, first_N)
         others_at_most = _scaled(edge.reshape(1), peak, temperature)
         needed_noise = float(best_N.max() - others_at_most[0])
         # A hair below the bound, so that rounding cannot leave the winner out.
         needed_uniform = math.exp(-math.exp(-needed_noise)) * (1 - 1e-9)
-        np.add(self._steps_V, np.uint64(key), out=self._words_V)
-        _mix_in_place(self._words_V, self._shifted_V)
-        needed_word = int(needed_uniform * 2.0**52) << 12
-        others_N = np.flatnonzero(self._words_V >= np.uint64(needed_word))
-        return np.sort(np.append(others_N, first_N[best_N.argmax()]))
+        others_N = loud_ids(key, int(needed_uniform * 2.0**52) << 12, logits_V.size)
+        return np.union1d(others_N, first_N[best_N.argmax()])
 
     def _kept_ids(self, logits_V: Float32s, peak: float, params: SamplingParams) -> Ids | None:
         """Return the ascending ids that min_p, top_k and top_p leave; None is the vocabulary."""
@@ -261,6 +255,13 @@ class Sampler:
         return np.float32(self._floats_V[rank])
 
 
+def _edge(logits_V: Float32s) -> np.float32:
+    """Return a logit that about _NUM_SCORED_FIRST of the vocabulary exceed, as a sample tells."""
+    sample = logits_V[:: logits_V.size // _NUM_SAMPLED]
+    rank = sample.size - 1 - sample.size * _NUM_SCORED_FIRST // logits_V.size
+    return np.float32(np.partition(sample, rank)[rank])
+
+
 def _adjusted(logits_V: Float32s, params: SamplingParams, history: TokenHistory | None) -> Float32s:
     """Return the logits after penalties and bias; a copy if there are any."""
     has_history = history is not None and uses_history(params)
@@ -284,9 +285,9 @@ def _mix_in_place(words: Words, shifted: Words) -> None:
     """Apply `mix64` to every word; numpy's uint64 wraps as the hash wants."""
     np.right_shift(words, np.uint64(30), out=shifted)
     np.bitwise_xor(words, shifted, out=words)
-    np.multiply(words, np.uint64(_MIX_1), out=words)
+    np.multiply(words, np.uint64(MIX_1), out=words)
     np.right_shift(words, np.uint64(27), out=shifted)
     np.bitwise_xor(words, shifted, out=words)
-    np.multiply(words, np.uint64(_MIX_2), out=words)
+    np.multiply(words, np.uint64(MIX_2), out=words)
     np.right_shift(words, np.uint64(31), out=shifted)
     np.bitwise_xor(words, shifted, out=words)

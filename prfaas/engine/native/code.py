@@ -67,6 +67,13 @@ class Value:
     def __lshift__(self, bits: int) -> "Value":
         return self._with(bits, "shl", "shl")
 
+    def __rshift__(self, bits: int) -> "Value":
+        """Of integers taken as unsigned."""
+        return self._with(bits, "lshr", "lshr")
+
+    def __xor__(self, other: "Value | int") -> "Value":
+        return self._with(other, "xor", "xor")
+
     def __neg__(self) -> "Value":
         if self.is_float:
             return Value(self.code, self.code.builder.fneg(self.ir))
@@ -170,17 +177,17 @@ class Code:
 
     # ------------------------------------------------------------ values
 
-    def int(self, value: int) -> Value:
+    def whole(self, value: int) -> Value:
         """Return an int64."""
         return Value(self, I64(value))
 
-    def float(self, value: float, lanes: int = 1) -> Value:
+    def real(self, value: float, lanes: int = 1) -> Value:
         """Return a float32 constant in every lane."""
         return Value(self, F32(value) if lanes == 1 else ir.VectorType(F32, lanes)([value] * lanes))
 
-    def ints(self, values: Sequence[int]) -> Value:
-        """Return a vector of int32: lane numbers, masks."""
-        return Value(self, ir.VectorType(I32, len(values))(list(values)))
+    def ints(self, values: Sequence[int], element: ir.Type = I32) -> Value:
+        """Return a vector of integers: lane numbers, masks."""
+        return Value(self, ir.VectorType(element, len(values))(list(values)))
 
     def like(self, model: Value, value: "Value | float") -> Value:
         """Return `value` as the type of `model`: a constant, or in every lane."""
@@ -236,6 +243,10 @@ class Code:
         """Return a where the condition holds, else b."""
         return Value(self, self.builder.select(condition.ir, a.ir, self.like(a, b).ir))
 
+    def smaller(self, a: Value, b: "Value | int") -> Value:
+        """Return the smaller of integers."""
+        return self.select(a < b, a, b)
+
     def to_int32(self, a: Value) -> Value:
         """Return whole float32s as int32."""
         kind = I32 if a.lanes == 1 else ir.VectorType(I32, a.lanes)
@@ -245,6 +256,11 @@ class Code:
         """Return integers as float32."""
         kind = F32 if a.lanes == 1 else ir.VectorType(F32, a.lanes)
         return Value(self, self.builder.sitofp(a.ir, kind))
+
+    def to_int8(self, condition: Value) -> Value:
+        """Return 1 where the condition holds, else 0."""
+        kind = I8 if condition.lanes == 1 else ir.VectorType(I8, condition.lanes)
+        return Value(self, self.builder.zext(condition.ir, kind))
 
     def bits_as_float(self, a: Value) -> Value:
         """Return the float32s that have these int32s' bits."""
@@ -280,10 +296,12 @@ class Code:
     ) -> Iterator[Value]:
         """Write the block once for every start, start + step, ... below stop."""
         first, end, stride = (
-            self.int(value) if isinstance(value, int) else value for value in (start, stop, step)
+            self.whole(value) if isinstance(value, int) else value for value in (start, stop, step)
         )
         index = self.variable(first)
-        head, body, done = (self.builder.append_basic_block(name) for name in ("head", "body", "done"))
+        head, body, done = (
+            self.builder.append_basic_block(name) for name in ("head", "body", "done")
+        )
         self.builder.branch(head)
         self.builder.position_at_end(head)
         self.builder.cbranch((index.value < end).ir, body, done)

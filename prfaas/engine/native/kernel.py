@@ -72,7 +72,9 @@ class Task:
         """
         code = self.code
         unit = code.variable(self._take())
-        head, body, done = (code.builder.append_basic_block(name) for name in ("head", "body", "done"))
+        head, body, done = (
+            code.builder.append_basic_block(name) for name in ("head", "body", "done")
+        )
         code.builder.branch(head)
         code.builder.position_at_end(head)
         code.builder.cbranch((unit.value < count).ir, body, done)
@@ -86,9 +88,7 @@ class Task:
         builder = self.code.builder
         return Value(self.code, builder.atomic_rmw("add", self._next_unit.ir, I64(1), "monotonic"))
 
-    def function(
-        self, name: str, kinds: list[Argument], body: Callable[..., None]
-    ) -> ir.Function:
+    def function(self, name: str, kinds: list[Argument], body: Callable[..., None]) -> ir.Function:
         """Return a function of its own, to be called with `code.call`; body(code, *arguments)."""
         module = self.code.function.module
         if (found := module.globals.get(name)) is not None:
@@ -124,7 +124,9 @@ class Kernel:
         self._arguments = arguments
         self._body = body
         codes = {"float": "d"}
-        self._pack = struct.Struct("".join(codes.get(kind, "q") for kind in arguments.values())).pack
+        self._pack = struct.Struct(
+            "".join(codes.get(kind, "q") for kind in arguments.values())
+        ).pack
         self._run: Callable[[bytes, int], None] | None = None
         self._engine: Any = None
 
@@ -154,7 +156,7 @@ class Kernel:
         code = Code(entry)
         values, threads = entry.args
         frame = code.stack(2, I64)
-        frame.store(code.int(0))
+        frame.store(code.whole(0))
         code.builder.store(values, (frame + 1).ir)
         if _openmp() is None:
             code.builder.call(worker, [frame.ir])
