@@ -163,7 +163,12 @@ class Kernel:
         else:
             kind = ir.FunctionType(ir.VoidType(), [POINTER, POINTER, I32, I32])
             parallel = code.external("GOMP_parallel", kind)
-            code.builder.call(parallel, [worker, frame.ir, threads, I32(0)])
+            is_alone = code.builder.icmp_signed("==", threads, I32(1))
+            with code.builder.if_else(is_alone) as (alone, together):
+                with alone:  # OpenMP takes 2 us to begin with a team of one
+                    code.builder.call(worker, [frame.ir])
+                with together:
+                    code.builder.call(parallel, [worker, frame.ir, threads, I32(0)])
         code.builder.ret_void()
         return str(module)
 
