@@ -65,6 +65,9 @@ class Residual:
         normed_TD = x_TD if self.pre_norm is None else self.pre_norm(x_TD)
         out_TD = part(normed_TD)
         if self.post_norm is not None:
+            if spec.keep_scale == 1.0 and not spec.keeps_normed:
+                self.post_norm.add_to(x_TD, out_TD, spec.add_scale)
+                return
             out_TD = self.post_norm(out_TD)
         if spec.add_scale != 1.0:
             out_TD = out_TD * spec.add_scale

@@ -8,11 +8,10 @@ import math
 import torch
 from torch import Tensor
 
+from prfaas.engine.native import rows
 from prfaas.engine.rope_spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 
 TABLE_STEP_TOKENS = 1024
-MAX_SERIAL_PAIRS = 32767
-"""On a CPU torch shares larger products among threads, cut at any pair; see rotate."""
 CPU = torch.device("cpu")
 
 
@@ -98,9 +97,11 @@ class RopeTable:
         num_turning = len(self._frequencies)
         for first in range(len(self._turns_PK), num_positions, TABLE_STEP_TOKENS):
             positions = torch.arange(first, first + TABLE_STEP_TOKENS).float()
-            angles = positions[:, None] * self._frequencies
+            # Rounded in float32, as the models were trained. In float64 cos and sin are right to
+            # the last bit of float32 whichever library made them.
+            angles = (positions[:, None] * self._frequencies).double()
             step_PK = torch.ones(TABLE_STEP_TOKENS, self._turns_PK.shape[1], dtype=torch.complex64)
-            step_PK[:, :num_turning] = torch.complex(torch.cos(angles), torch.sin(angles))
+            step_PK[:, :num_turning] = torch.complex(angles.cos().float(), angles.sin().float())
             if self._factor != 1.0:
                 step_PK[:, :num_turning] *= self._factor
             turns_PK.append(step_PK.to(self._turns_PK.device))
@@ -126,14 +127,7 @@ def rotate(x_THK: Tensor, turns_T1K: Tensor) -> Tensor:
 
     `x_THK` may be a slice of contiguous rows. Its pairs are neighbours in memory.
     """
+    if x_THK.is_cpu:
+        return rows.rotate(x_THK, turns_T1K)
     pairs_THK = torch.view_as_complex(x_THK.view(*x_THK.shape[:-1], -1, 2))
-    if pairs_THK.numel() <= MAX_SERIAL_PAIRS or not pairs_THK.is_cpu:
-        return torch.view_as_real(pairs_THK * turns_T1K).flatten(-2)
-    # A vector of pairs rounds otherwise than a single pair, so no thread's share may begin inside a
-    # row: where it begins would depend on the number of rows. This is not the time-consuming part.
-    turned_THK = pairs_THK.new_empty(pairs_THK.shape)
-    num_rows = max(1, MAX_SERIAL_PAIRS // pairs_THK[0].numel())
-    for start in range(0, len(pairs_THK), num_rows):
-        rows = slice(start, start + num_rows)
-        torch.mul(pairs_THK[rows], turns_T1K[rows], out=turned_THK[rows])
-    return torch.view_as_real(turned_THK).flatten(-2)
+    return torch.view_as_real(pairs_THK * turns_T1K).flatten(-2)

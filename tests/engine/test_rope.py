@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from prfaas.engine.rope import (
-    MAX_SERIAL_PAIRS,
     TABLE_STEP_TOKENS,
     RopeTable,
     attention_factor,
@@ -16,6 +15,7 @@ from prfaas.engine.rope import (
     rotate,
 )
 from prfaas.engine.rope_spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from tests.engine.second_device import second_device
 
 LLAMA3 = Llama3Scaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_tokens=8192
@@ -160,7 +160,7 @@ def test_yarns_factor_leaves_dimensions_that_do_not_turn() -> None:
 
 def test_rows_shared_among_threads_keep_their_bits() -> None:
     head_dim, num_heads = 24, 60
-    num_tokens = 3 * MAX_SERIAL_PAIRS // (head_dim // 2 * num_heads)
+    num_tokens = 137
     x = torch.randn(num_tokens, num_heads, head_dim)
     turns = RopeTable(RopeSpec(theta=1e4), head_dim).at(torch.arange(num_tokens), num_tokens)
     alone = torch.cat([rotate(x[row : row + 1], turns[row : row + 1]) for row in range(num_tokens)])
@@ -178,3 +178,21 @@ def test_a_slice_of_rows_turns_as_a_copy_does() -> None:
     turns = RopeTable(RopeSpec(theta=1e4), 16).at(positions, 20)
     part = rows[:, 32:80].view(20, 3, 16)
     assert torch.equal(rotate(part, turns), rotate(part.contiguous(), turns))
+
+
+def test_a_turn_is_right_to_the_last_bit() -> None:
+    spec, positions = RopeSpec(theta=1e4), torch.arange(0, 5000, 7)
+    turns = RopeTable(spec, 64).at(positions, 5000)[:, 0]
+    angles = (positions.float()[:, None] * inverse_frequencies(spec, 64)).numpy()
+    for row, col in ((0, 0), (1, 0), (3, 5), (100, 31), (700, 2), (714, 0)):
+        angle = float(angles[row, col])
+        expected = torch.tensor([math.cos(angle), math.sin(angle)])
+        assert torch.equal(torch.view_as_real(turns[row, col]), expected)
+
+
+def test_another_device_turns_as_this_one() -> None:
+    spec, positions, x = RopeSpec(theta=1e4), torch.arange(9), torch.randn(9, 3, 24)
+    ours = rotate(x, RopeTable(spec, 24).at(positions, 9))
+    with second_device() as device:
+        there = rotate(x.to(device), RopeTable(spec, 24, device).at(positions.to(device), 9)).cpu()
+    torch.testing.assert_close(ours, there, rtol=1e-6, atol=1e-6)

@@ -1,15 +1,25 @@
 """Smooth functions whose elements do not depend on the elements beside them.
 
-torch's own sigmoid and softplus round the last elements of a tensor in another way than the others,
-so a row's bits would depend on the rows beside it. exp and log1p, on contiguous memory, do not.
+torch's own softplus rounds the last elements of a tensor in another way than the others, so a row's
+bits would depend on the rows beside it. exp and log1p, on contiguous memory, do not.
 """
 
 from torch import Tensor
 
+from prfaas.engine.native import activations
+
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return 1 / (1 + exp(-x)) as a new contiguous tensor."""
-    return x.neg().contiguous().exp_().add_(1.0).reciprocal_()
+    """Return 1 / (1 + exp(-x)) as new memory."""
+    return activations.activated("sigmoid", x) if x.is_cpu else x.sigmoid()
+
+
+def multiply_by_gate(out_TF: Tensor, gate_TF: Tensor) -> None:
+    """Multiply the rows by the sigmoid of the gates, in place."""
+    if out_TF.is_cpu:
+        activations.multiply_by_gate(out_TF, gate_TF)
+    else:
+        out_TF.mul_(gate_TF.sigmoid())
 
 
 def softplus(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prfaas.engine.batch import Batch
 from prfaas.engine.layers.batch_attention import Attention, BatchAttention
-from prfaas.engine.layers.mlp import inverse_sigmoid
+from prfaas.engine.layers.gates import multiply_by_gate
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear
 from prfaas.engine.mixer_spec import GqaSpec
@@ -76,9 +76,7 @@ class GqaMixer:
         """Return the mixer's output rows; calls `on_written` once all K and V are in place."""
         spec = self.spec
         qk_TN, v_TN, gate_TN = torch.split(self.qkv_proj(x_TD), self._widths, dim=1)
-        qk_THK = self._normed(qk_TN)
-        if self.rope is not None:
-            qk_THK = rotate(qk_THK, batch.rope(self.rope))
+        qk_THK = self._turned(qk_TN, None if self.rope is None else batch.rope(self.rope))
         by_group = (len(x_TD), spec.num_kv_heads, -1)
         v_THV = v_TN.view(by_group)
         if spec.value_scale != 1.0:
@@ -93,16 +91,18 @@ class GqaMixer:
             out_TD.view(*by_group, spec.value_dim),
         )
         if spec.has_output_gate:
-            out_TD.div_(inverse_sigmoid(gate_TN))
+            multiply_by_gate(out_TD, gate_TN)
         return self.o_proj(out_TD)
 
-    def _normed(self, qk_TN: Tensor) -> Tensor:
-        """Return the heads of q and k, [T, H, K], normed as the spec says."""
-        by_head = (len(qk_TN), -1, self.spec.head_dim)
-        if self._spans is None:
-            qk_THK = qk_TN.view(by_head)
-            return qk_THK if self.qk_norm is None else self.qk_norm(qk_THK)
-        num_q = self.spec.num_heads * self.spec.head_dim
-        q_norm, k_norm = self._spans
-        normed_TN = torch.cat([q_norm(qk_TN[:, :num_q]), k_norm(qk_TN[:, num_q:])], dim=1)
-        return normed_TN.view(by_head)
+    def _turned(self, qk_TN: Tensor, turns_T1C: Tensor | None) -> Tensor:
+        """Return the heads of q and k, [T, H, K], normed as the spec says, and turned."""
+        qk_norm = self.qk_norm
+        if self._spans is not None:
+            num_q = self.spec.num_heads * self.spec.head_dim
+            q_norm, k_norm = self._spans
+            qk_TN = torch.cat([q_norm(qk_TN[:, :num_q]), k_norm(qk_TN[:, num_q:])], dim=1)
+            qk_norm = None
+        qk_THK = qk_TN.view(len(qk_TN), -1, self.spec.head_dim)
+        if qk_norm is None:
+            return qk_THK if turns_T1C is None else rotate(qk_THK, turns_T1C)
+        return qk_norm(qk_THK) if turns_T1C is None else qk_norm.turned(qk_THK, turns_T1C)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from prfaas.engine.batch import Batch
 from prfaas.engine.layers.batch_attention import Attention, BatchAttention
-from prfaas.engine.layers.mlp import inverse_sigmoid
+from prfaas.engine.layers.gates import sigmoid
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear
 from prfaas.engine.mixer_spec import MlaSpec
@@ -91,7 +91,7 @@ class MlaMixer:
         self.attend(q_THK.unsqueeze(1), batch, layer, out_THR.unsqueeze(1))
         out_THV = _by_head(out_THR, self._v_up_HRV).transpose(0, 1).contiguous()
         if self.gate_proj is not None:
-            out_THV.div_(inverse_sigmoid(self.gate_proj(x_TD)).unsqueeze(-1))
+            out_THV.mul_(sigmoid(self.gate_proj(x_TD)).unsqueeze(-1))
         return self.o_proj(out_THV.flatten(1))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from prfaas.engine.ffn_spec import MoeSpec
-from prfaas.engine.layers.mlp import inverse_sigmoid
+from prfaas.engine.layers.gates import sigmoid
 from prfaas.engine.linear import Linear, Packing, padded_rows
 
 EXPERTS_PER_GROUP_SCORE = 2
@@ -79,7 +79,7 @@ class MoeMlp:
             return routed_TD
         shared_TD = self.shared(x_TD)
         if self.shared_gate is not None:
-            shared_TD = shared_TD / inverse_sigmoid(self.shared_gate(x_TD))
+            shared_TD = shared_TD * sigmoid(self.shared_gate(x_TD))
         return routed_TD.add_(shared_TD)
 
     def choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ class MoeMlp:
             case "softmax":
                 return torch.softmax(logits_TE, dim=-1)
             case "sigmoid":
-                return inverse_sigmoid(logits_TE).reciprocal_()
+                return sigmoid(logits_TE)
             case "top_softmax":
                 return logits_TE
             case other:

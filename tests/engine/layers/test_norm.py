@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from prfaas.engine.layers.norm import RmsNorm
+from prfaas.engine.rope import RopeTable
+from prfaas.engine.rope_spec import RopeSpec
+from tests.engine.second_device import second_device
 
 
 @pytest.mark.parametrize("has_unit_offset", [False, True])
@@ -29,3 +32,23 @@ def test_rows_do_not_depend_on_their_neighbours(size: int) -> None:
     for start in range(0, 50, 7):
         for count in (1, 2, 3, 5, 8):
             assert torch.equal(norm(x[start : start + count].clone()), whole[start:][:count])
+
+
+def test_another_device_norms_turns_and_adds_as_this_one() -> None:
+    weight, x, y = torch.randn(3, 24), torch.randn(5, 3, 24), torch.randn(5, 24)
+
+    def run(device: torch.device) -> list[torch.Tensor]:
+        heads = RmsNorm(weight.to(device), 1e-6, has_unit_offset=False)
+        row = RmsNorm(weight[0].to(device), 1e-6, has_unit_offset=True)
+        turns = RopeTable(RopeSpec(theta=1e4), 24, device).at(torch.arange(5).to(device), 5)
+        stream, plain = y.to(device).clone(), y.to(device).clone()
+        row.add_to(stream, y.to(device), 0.5)
+        row.add_to(plain, y.to(device))
+        x_there = x.to(device)
+        outs = [heads(x_there), heads.turned(x_there, turns), row(x_there), stream, plain]
+        return [out.cpu() for out in outs]
+
+    with second_device() as device:
+        there = run(device)
+    for ours, theirs in zip(run(torch.device("cpu")), there, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,180 @@
+"""Activations and gates of rows: kernels of a CPU.
+
+An element's bits follow from it alone, wherever it stands. Far from 0 a gate ends in 0, a denormal
+or infinity; a NaN stays one.
+
+Shapes: T rows, F elements of each.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from prfaas.engine.native.code import Code, Value
+from prfaas.engine.native.exp import exp
+from prfaas.engine.native.kernel import Argument, Kernel, Task, vector_lanes
+
+Name = Literal["silu", "gelu_tanh", "relu2", "clamped_silu", "sigmoid"]
+
+GELU_LINEAR = -2 * math.sqrt(2 / math.pi)
+GELU_CUBIC = GELU_LINEAR * 0.044715
+CLAMP = 7.0
+"""gpt-oss keeps its gate below it, and up within it either way."""
+CLAMPED_SLOPE = 1.702
+SERIAL_ELEMENTS = 8_192
+"""So many are done before other threads have woken up."""
+UNIT_ELEMENTS = 4_096
+"""What a thread takes at a time."""
+
+
+def activated(name: Name, x: Tensor) -> Tensor:
+    """Return the activation of each element of float32 `x`, as new contiguous memory."""
+    if x.dim() != 2 or x.stride(1) != 1:
+        rows = x.contiguous().view(-1, x.shape[-1] if x.dim() else 1)
+        return activated(name, rows).view(x.shape)
+    out = torch.empty(*x.shape)
+    _run(_ALONE[name], x, None, out, 1.0)
+    return out
+
+
+def gated(name: Name, gate_TF: Tensor, up_TF: Tensor, gate_scale: float = 1.0) -> Tensor:
+    """Return activation(gate * gate_scale) * up, as new contiguous memory.
+
+    Of "clamped_silu" up is kept within CLAMP first, and 1 is added to it. Both are float32, the
+    elements of a row side by side.
+    """
+    out_TF = torch.empty(*gate_TF.shape)
+    _run(_GATED[name], gate_TF, up_TF, out_TF, gate_scale)
+    return out_TF
+
+
+def multiply_by_gate(out_TF: Tensor, gate_TF: Tensor) -> None:
+    """Multiply the rows by the gates' sigmoid, in place."""
+    _run(_GATED["sigmoid"], gate_TF, out_TF, out_TF, 1.0)
+
+
+def _run(
+    kernel: Kernel, gate_TF: Tensor, up_TF: Tensor | None, out_TF: Tensor, gate_scale: float
+) -> None:
+    num_rows, width = gate_TF.shape
+    up_at = up_stride = 0
+    if up_TF is not None:
+        assert up_TF.shape == gate_TF.shape
+        up_at, up_stride = _place(up_TF, width)
+    gate_at, gate_stride = _place(gate_TF, width)
+    out_at, out_stride = _place(out_TF, width)
+    if not num_rows or not width:
+        return
+    is_small = num_rows * width <= SERIAL_ELEMENTS
+    kernel(
+        gate_at,
+        gate_stride,
+        up_at,
+        up_stride,
+        out_at,
+        out_stride,
+        num_rows,
+        width,
+        num_rows if is_small else -(-UNIT_ELEMENTS // width),
+        gate_scale,
+        threads=1 if is_small else None,
+    )
+
+
+def _place(rows_TF: Tensor, width: int) -> tuple[int, int]:
+    """Return where the rows begin and how far apart."""
+    assert rows_TF.dtype == torch.float32
+    row_stride, stride = rows_TF.stride()
+    assert stride == 1 or width <= 1
+    return rows_TF.data_ptr(), row_stride
+
+
+ARGUMENTS: dict[str, Argument] = {
+    "gate": "float32*",
+    "gate_row": "int",
+    "up": "float32*",
+    "up_row": "int",
+    "out": "float32*",
+    "out_row": "int",
+    "num_rows": "int",
+    "width": "int",
+    "unit_rows": "int",
+    "gate_scale": "float",
+}
+
+
+def _kernel(name: Name, *, is_gate: bool) -> Kernel:
+    def body(task: Task) -> None:
+        code, num_rows, unit_rows = task.code, task.number("num_rows"), task.number("unit_rows")
+        width, lanes = task.number("width"), vector_lanes()
+        with task.units((num_rows + unit_rows - 1) // unit_rows) as unit:
+            start = unit * unit_rows
+            stop = start + unit_rows
+            with code.loop(start, code.select(stop < num_rows, stop, num_rows)) as row:
+                gate = task.pointer("gate") + row * task.number("gate_row")
+                up = task.pointer("up") + row * task.number("up_row")
+                out = task.pointer("out") + row * task.number("out_row")
+
+                def write(at: Value, lanes: int) -> None:
+                    y = (gate + at).load(lanes)
+                    if not is_gate:
+                        y = ACTIVATIONS[name](code, y)
+                    else:
+                        y = ACTIVATIONS[name](code, y * task.number("gate_scale"))
+                        factor = (up + at).load(lanes)
+                        if name == "clamped_silu":
+                            factor = _within(code, factor, -CLAMP, CLAMP) + 1.0
+                        y = y * factor
+                    (out + at).store(y)
+
+                whole = width - width % lanes
+                with code.loop(0, whole, lanes) as at:
+                    write(at, lanes)
+                with code.loop(whole, width) as at:
+                    write(at, 1)
+
+    return Kernel(f"{'gated' if is_gate else 'activated'}_{name}", ARGUMENTS, body)
+
+
+def _silu(code: Code, x: Value) -> Value:
+    return x / (exp(code, -x) + 1.0)
+
+
+def _gelu_tanh(code: Code, x: Value) -> Value:
+    """0.5x(1 + tanh(sqrt(2/pi)(x + 0.044715x^3))), as x times the sigmoid of twice the argument."""
+    inner = code.fma(x * x, code.like(x, GELU_CUBIC), code.like(x, GELU_LINEAR)) * x
+    return x / (exp(code, inner) + 1.0)
+
+
+def _relu2(code: Code, x: Value) -> Value:
+    positive = code.select(x <= 0.0, code.like(x, 0.0), x)
+    return positive * positive
+
+
+def _clamped_silu(code: Code, x: Value) -> Value:
+    """Min(x, 7) * sigmoid(1.702 min(x, 7)) (gpt-oss)."""
+    low = code.select(x > CLAMP, code.like(x, CLAMP), x)
+    return low / (exp(code, low * -CLAMPED_SLOPE) + 1.0)
+
+
+def _sigmoid(code: Code, x: Value) -> Value:
+    return code.like(x, 1.0) / (exp(code, -x) + 1.0)
+
+
+def _within(code: Code, x: Value, low: float, high: float) -> Value:
+    x = code.select(x < low, code.like(x, low), x)
+    return code.select(x > high, code.like(x, high), x)
+
+
+ACTIVATIONS: dict[Name, Callable[[Code, Value], Value]] = {
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+    "relu2": _relu2,
+    "clamped_silu": _clamped_silu,
+    "sigmoid": _sigmoid,
+}
+_ALONE = {name: _kernel(name, is_gate=False) for name in ACTIVATIONS}
+_GATED = {name: _kernel(name, is_gate=True) for name in ACTIVATIONS}
