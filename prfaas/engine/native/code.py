@@ -12,9 +12,10 @@ from typing import Literal
 from llvmlite import ir
 
 I1, I8, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 32, 64))
+BF16 = ir.IntType(16)  # read as the upper half of a float32
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 POINTER = ir.PointerType()
-ELEMENT_BYTES = {I8: 1, F16: 2, F32: 4, I32: 4, I64: 8}
+ELEMENT_BYTES = {I8: 1, BF16: 2, F16: 2, F32: 4, I32: 4, I64: 8}
 
 
 class Value:
@@ -128,7 +129,7 @@ class Variable:
 
 
 class Pointer:
-    """An address of elements: int8, float16, float32, int32 or int64."""
+    """An address of elements: int8, float16, bfloat16, float32, int32 or int64."""
 
     def __init__(self, code: "Code", address: ir.Value, element: ir.Type) -> None:
         self.code = code
@@ -142,12 +143,12 @@ class Pointer:
         return Pointer(self.code, moved, self.element)
 
     def load(self, lanes: int = 1) -> Value:
-        """Return the number here, or a vector; float16 and int8 as float32, int32 as int64."""
+        """Return the number here, or a vector; 16-bit floats and int8 as float32, int32 as int64."""
         builder = self.code.builder
         element = self.element
         kind = element if lanes == 1 else ir.VectorType(element, lanes)
         loaded = builder.load(self.ir, align=ELEMENT_BYTES[element], typ=kind)
-        wide = F32 if element in (F16, I8, F32) else I64
+        wide = F32 if element in (BF16, F16, I8, F32) else I64
         wide = wide if lanes == 1 else ir.VectorType(wide, lanes)
         if element == F16:
             loaded = builder.fpext(loaded, wide)
@@ -155,11 +156,46 @@ class Pointer:
             loaded = builder.sitofp(loaded, wide)
         elif element == I32:
             loaded = builder.sext(loaded, wide)
+        elif element == BF16:
+            loaded = builder.zext(loaded, I32 if lanes == 1 else ir.VectorType(I32, lanes))
+            return self.code.bits_as_float(Value(self.code, loaded) << 16)
         return Value(self.code, loaded)
 
     def store(self, value: Value) -> None:
-        """Put a number or a vector of the element's own type here."""
-        self.code.builder.store(value.ir, self.ir, align=ELEMENT_BYTES[self.element])
+        """Put a number or a vector of the element's own type here; float32 is rounded to float16."""
+        stored = value.ir
+        if self.element == F16:
+            kind = F16 if value.lanes == 1 else ir.VectorType(F16, value.lanes)
+            stored = self.code.builder.fptrunc(stored, kind)
+        self.code.builder.store(stored, self.ir, align=ELEMENT_BYTES[self.element])
+
+    def load_some(self, count: Value, lanes: int) -> Value:
+        """Return a vector of the first `count` float32s here, then 0; what follows is not read."""
+        code, kind = self.code, ir.VectorType(F32, lanes)
+        types = [POINTER, I32, ir.VectorType(I1, lanes), kind]
+        load = code.external(f"llvm.masked.load.v{lanes}f32.p0", ir.FunctionType(kind, types))
+        is_read = code.ints(range(lanes), I64) < count
+        args = [self.ir, I32(ELEMENT_BYTES[F32]), is_read.ir, code.real(0.0, lanes).ir]
+        return Value(code, code.builder.call(load, args))
+
+    def store_some(self, value: Value, count: Value) -> None:
+        """Put the first `count` lanes of float32s here; what follows is not touched."""
+        code, kind, lanes = self.code, value.ir.type, value.lanes
+        types = [kind, POINTER, I32, ir.VectorType(I1, lanes)]
+        name = f"llvm.masked.store.v{lanes}f32.p0"
+        store = code.external(name, ir.FunctionType(ir.VoidType(), types))
+        is_written = code.ints(range(lanes), I64) < count
+        args = [value.ir, self.ir, I32(ELEMENT_BYTES[F32]), is_written.ir]
+        code.builder.call(store, args)
+
+    def fetch_add(self, number: int) -> Value:
+        """Add to the int64 here and return what it was, seeing all that other adders wrote before."""
+        old = self.code.builder.atomic_rmw("add", self.ir, I64(number), "acq_rel")
+        return Value(self.code, old)
+
+    def load_pointer(self, element: ir.Type) -> "Pointer":
+        """Return the address that is kept here."""
+        return Pointer(self.code, self.code.builder.load(self.ir, align=8, typ=POINTER), element)
 
     def prefetch(self) -> None:
         """Have the cache line here read, which need not exist."""
@@ -206,10 +242,32 @@ class Code:
         zeros = ir.VectorType(I32, lanes)([0] * lanes)
         return Value(self, self.builder.shuffle_vector(first, undefined, zeros))
 
+    def vector(self, values: Sequence[Value]) -> Value:
+        """Return a vector of these numbers."""
+        kind = ir.VectorType(values[0].ir.type, len(values))
+        made = ir.Constant(kind, ir.Undefined)
+        for lane, value in enumerate(values):
+            made = self.builder.insert_element(made, value.ir, I32(lane))
+        return Value(self, made)
+
     def shuffle(self, first: Value, second: Value, lanes: Sequence[int]) -> Value:
         """Return a vector of lanes of both; those of the second are numbered on from the first."""
         mask = ir.VectorType(I32, len(lanes))(list(lanes))
         return Value(self, self.builder.shuffle_vector(first.ir, second.ir, mask))
+
+    def transposed(self, rows: Sequence[Value]) -> list[Value]:
+        """Return the columns of a square of float32s, as many as a power of 2."""
+        count = len(rows)
+        low = [lane for first in range(count) for lane in (first, count + first)]
+        columns = [*rows]
+        for _ in range(count.bit_length() - 1):
+            pairs = zip(columns[: count // 2], columns[count // 2 :], strict=True)
+            columns = [
+                self.shuffle(first, second, lanes)
+                for first, second in pairs
+                for lanes in (low[:count], low[count:])
+            ]
+        return columns
 
     def lane(self, vector: Value, number: int) -> Value:
         """Return one lane."""

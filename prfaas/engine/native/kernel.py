@@ -17,11 +17,30 @@ from llvmlite import binding as llvm
 from llvmlite import ir
 from torch import Tensor
 
-from prfaas.engine.native.code import F16, F32, F64, I8, I32, I64, POINTER, Code, Pointer, Value
+from prfaas.engine.native.code import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    I8,
+    I32,
+    I64,
+    POINTER,
+    Code,
+    Pointer,
+    Value,
+)
 
-Argument = Literal["int", "float", "int8*", "float16*", "float32*", "int64*"]
-ELEMENTS: dict[str, ir.Type] = {"int8*": I8, "float16*": F16, "float32*": F32, "int64*": I64}
-OPTIMIZATION_LEVEL = 3
+Argument = Literal["int", "float", "int8*", "bfloat16*", "float16*", "float32*", "int64*"]
+ELEMENTS: dict[str, ir.Type] = {
+    "int8*": I8,
+    "bfloat16*": BF16,
+    "float16*": F16,
+    "float32*": F32,
+    "int64*": I64,
+}
+OPTIMIZATION_LEVEL = 2
+"""At 3, or with loops unrolled, compiling takes twice as long and kernels are no faster."""
 _compiling = Lock()
 
 
@@ -96,6 +115,7 @@ class Task:
         types = [{"int": I64, "float": F32}.get(kind, POINTER) for kind in kinds]
         function = ir.Function(module, ir.FunctionType(ir.VoidType(), types), name)
         function.linkage = "internal"
+        function.attributes.add("noinline")  # the whole would take twice as long to compile
         code = Code(function)
         body(
             code,
@@ -212,6 +232,7 @@ def _machine_code(source: str) -> Any:
     module.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=OPTIMIZATION_LEVEL)
     options.loop_vectorization = options.slp_vectorization = False  # kernels name their vectors
+    options.loop_unrolling = False
     passes = llvm.create_pass_builder(machine, options)
     passes.getModulePassManager().run(module, passes)
     engine = llvm.create_mcjit_compiler(module, machine)

@@ -1,0 +1,248 @@
+"""The product of rows and a weight matrix, each output one chain of fused multiply-adds.
+
+y[m, n] starts at 0 and takes x[m, k] * weight[n, k] for k = 0, 1, ..., rounded once each. That is all
+that decides its bits: not the rows beside it, the tile it is computed in, the thread or the machine.
+
+The weights lie in panels of PANEL_OUTPUTS outputs: an output is a lane of a vector, and panels are
+read from the first byte to the last. A strip is a few rows and some panels; it is computed in tiles
+of as many panels as registers hold sums for.
+
+Shapes: M rows, K inputs, N outputs, Q panels, P outputs of a panel.
+"""
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from prfaas.engine.native.code import ELEMENT_BYTES, Code, Pointer, Value
+from prfaas.engine.native.kernel import Argument, Kernel, Task, address, vector_lanes
+
+PANEL_OUTPUTS = 16
+SQUARE = 8
+"""Rows and columns that are packed at once."""
+PREFETCH_BYTES = 512
+"""How far ahead of the sums panels are fetched: without it memory gives two thirds of its rate."""
+BLOCK_ROWS = 96
+"""Rows that stay in the second cache while panels pass."""
+CHUNK_INPUTS = 384
+"""Of several blocks: a panel's part and a strip's rows stay in the first cache."""
+MAX_UNIT_PANELS = 32
+SERIAL_PRODUCTS = 1 << 18
+"""Fewer are done before another thread has woken up."""
+ELEMENTS: dict[torch.dtype, Argument] = {
+    torch.bfloat16: "bfloat16*",
+    torch.float16: "float16*",
+    torch.float32: "float32*",
+}
+
+
+def pack_panels(weight_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weights as `dtype` in panels, [Q, K, P], the last filled up with zeros.
+
+    Args:
+        weight_NK: of any float dtype; K is at least 1.
+        dtype: float16 or float32.
+    """
+    num_outputs, num_inputs = weight_NK.shape
+    assert num_inputs > 0
+    assert weight_NK.is_cpu
+    if weight_NK.dtype not in ELEMENTS:
+        weight_NK = weight_NK.float()
+    if weight_NK.stride(1) != 1:
+        weight_NK = weight_NK.contiguous()
+    num_whole, num_left = divmod(num_outputs, PANEL_OUTPUTS)
+    panels_QKP = torch.empty(num_whole + bool(num_left), num_inputs, PANEL_OUTPUTS, dtype=dtype)
+    kernel = _packing_kernel(weight_NK.dtype, dtype)
+    kernel(address(weight_NK), weight_NK.stride(0), address(panels_QKP), num_inputs, num_whole)
+    if num_left:
+        last_PK = weight_NK.new_zeros(PANEL_OUTPUTS, num_inputs)
+        last_PK[:num_left] = weight_NK[-num_left:]
+        kernel(address(last_PK), num_inputs, address(panels_QKP[-1]), num_inputs, 1)
+    return panels_QKP
+
+
+def product(x_MK: Tensor, panels_QKP: Tensor, num_outputs: int) -> Tensor:
+    """Return x @ weight.T as new float32 memory, [M, N].
+
+    Args:
+        x_MK: float32, of any stride between rows.
+        panels_QKP: as `pack_panels` returns them.
+        num_outputs: N, which ends in the last panel.
+    """
+    num_rows, num_inputs = x_MK.shape
+    num_panels, panel_inputs, panel_outputs = panels_QKP.shape
+    assert x_MK.dtype == torch.float32
+    assert x_MK.is_cpu
+    assert panels_QKP.is_contiguous()
+    assert (num_inputs, PANEL_OUTPUTS) == (panel_inputs, panel_outputs)
+    assert num_panels == -(-num_outputs // PANEL_OUTPUTS)
+    if x_MK.stride(1) != 1:
+        x_MK = x_MK.contiguous()
+    y_MN = torch.empty(num_rows, num_panels * PANEL_OUTPUTS)
+    is_small = num_rows * panels_QKP.numel() < SERIAL_PRODUCTS
+    threads = 1 if is_small else torch.get_num_threads()
+    _product_kernel(panels_QKP.dtype, vector_lanes())(
+        x_MK.data_ptr(),
+        x_MK.stride(0),
+        panels_QKP.data_ptr(),
+        y_MN.data_ptr(),
+        num_rows,
+        num_inputs,
+        num_panels,
+        min(max(num_panels // (8 * threads) & -4, 4), MAX_UNIT_PANELS),
+        num_inputs if num_rows <= BLOCK_ROWS else CHUNK_INPUTS,
+        threads=threads,
+    )
+    if num_outputs % PANEL_OUTPUTS:
+        return y_MN[:, :num_outputs].contiguous()
+    return y_MN
+
+
+@cache
+def _packing_kernel(stored: torch.dtype, dtype: torch.dtype) -> Kernel:
+    arguments: dict[str, Argument] = {
+        "weights": ELEMENTS[stored],
+        "stride": "int",
+        "panels": ELEMENTS[dtype],
+        "num_inputs": "int",
+        "num_panels": "int",
+    }
+    return Kernel("pack_panels", arguments, _write_packing)
+
+
+def _write_packing(task: Task) -> None:
+    code, stride, num_inputs = task.code, task.number("stride"), task.number("num_inputs")
+    with task.units(task.number("num_panels")) as panel:
+        first = task.pointer("weights") + panel * PANEL_OUTPUTS * stride
+        rows = [first + stride * row for row in range(PANEL_OUTPUTS)]
+        out = task.pointer("panels") + panel * PANEL_OUTPUTS * num_inputs
+        with code.loop(0, num_inputs - (SQUARE - 1), SQUARE) as k:
+            for half in range(0, PANEL_OUTPUTS, SQUARE):
+                square = [(row + k).load(SQUARE) for row in rows[half : half + SQUARE]]
+                for number, column in enumerate(code.transposed(square)):
+                    (out + ((k + number) * PANEL_OUTPUTS + half)).store(column)
+        with code.loop(num_inputs - num_inputs % SQUARE, num_inputs) as k:
+            (out + k * PANEL_OUTPUTS).store(code.vector([(row + k).load() for row in rows]))
+
+
+@cache
+def _product_kernel(dtype: torch.dtype, lanes: int) -> Kernel:
+    arguments: dict[str, Argument] = {
+        "x": "float32*",
+        "x_stride": "int",
+        "panels": ELEMENTS[dtype],
+        "y": "float32*",
+        "num_rows": "int",
+        "num_inputs": "int",
+        "num_panels": "int",
+        "unit_panels": "int",
+        "chunk_inputs": "int",
+    }
+    write = partial(_write_product, lanes=lanes, weight=ELEMENTS[dtype])
+    return Kernel("product", arguments, write)
+
+
+def _write_product(task: Task, *, lanes: int, weight: Argument) -> None:
+    """A unit is a block of rows and some panels."""
+    code = task.code
+    num_rows, num_inputs = task.number("num_rows"), task.number("num_inputs")
+    num_panels, unit_panels = task.number("num_panels"), task.number("unit_panels")
+    x_stride, chunk_inputs = task.number("x_stride"), task.number("chunk_inputs")
+    max_rows = 6 if lanes == 8 else 12  # registers for two panels' sums of these, or one's
+    arguments: list[Argument] = [
+        *("float32*", "int", weight, "int", "float32*", "int", "int", "int", "int"),
+    ]
+    strips = [
+        task.function(f"strip_{rows}", arguments, partial(_write_strip, rows=rows, lanes=lanes))
+        for rows in range(1, max_rows + 1)
+    ]
+    panel_stride, y_stride = num_inputs * PANEL_OUTPUTS, num_panels * PANEL_OUTPUTS
+    panel_units = (num_panels + unit_panels - 1) // unit_panels
+    num_blocks = (num_rows + (BLOCK_ROWS - 1)) // BLOCK_ROWS
+    with task.units(panel_units * num_blocks) as unit:
+        first_row = unit // panel_units * BLOCK_ROWS
+        first_panel = unit % panel_units * unit_panels
+        rows = code.smaller(num_rows - first_row, BLOCK_ROWS)
+        end_panel = code.smaller(num_panels, first_panel + unit_panels)
+        num_strips = (rows + (max_rows - 1)) // max_rows
+        # Several strips of rows take one tile of panels in turn, which the first of them fetches.
+        width = code.select(num_strips.equals(1), unit_panels, _tile_panels(max_rows, lanes))
+        with code.loop(0, num_inputs, chunk_inputs) as k:
+            inputs = code.smaller(num_inputs - k, chunk_inputs)
+            with code.loop(first_panel, end_panel, width) as panel:
+                panels = code.smaller(end_panel - panel, width)
+                with code.loop(0, num_strips) as strip:
+                    start = strip * rows // num_strips
+                    size = (strip + 1) * rows // num_strips - start
+                    row = first_row + start
+                    places = (
+                        *(task.pointer("x") + (row * x_stride + k), x_stride),
+                        task.pointer("panels") + (panel * panel_stride + k * PANEL_OUTPUTS),
+                        panel_stride,
+                        *(task.pointer("y") + (row * y_stride + panel * PANEL_OUTPUTS), y_stride),
+                    )
+                    for number, function in enumerate(strips, 1):
+                        with code.when(size.equals(number)):
+                            code.call(function, *places, panels, inputs, k)
+
+
+def _tile_panels(rows: int, lanes: int) -> int:
+    """Return how many panels at once have enough sums to hide the latency, and not too many."""
+    most = 8 if lanes == 8 else 24
+    return max(p for p in (1, 2, 4) if p == 1 or rows * p * PANEL_OUTPUTS <= most * lanes)
+
+
+def _write_strip(
+    code: Code,
+    x: Pointer,
+    x_stride: Value,
+    panels: Pointer,
+    panel_stride: Value,
+    y: Pointer,
+    y_stride: Value,
+    num_panels: Value,
+    num_inputs: Value,
+    num_before: Value,
+    *,
+    rows: int,
+    lanes: int,
+) -> None:
+    """Some inputs of `rows` rows and some panels; those before them are summed up in y."""
+    row_starts = [x + x_stride * row for row in range(rows)]
+    parts = range(0, PANEL_OUTPUTS, lanes)
+
+    def write_tile(panel: Value, width: int) -> None:
+        starts = [panels + (panel + number) * panel_stride for number in range(width)]
+        ends = [y + (y_stride * row + panel * PANEL_OUTPUTS) for row in range(rows)]
+        places = [
+            end + (PANEL_OUTPUTS * number + part)
+            for end in ends
+            for number in range(width)
+            for part in parts
+        ]
+        sums = [code.variable(code.real(0.0, lanes)) for _ in places]
+        with code.when(num_before > 0):
+            for total, place in zip(sums, places, strict=True):
+                total.set(place.load(lanes))
+        with code.loop(0, num_inputs) as k:
+            vectors = []
+            for start in starts:
+                here = start + k * PANEL_OUTPUTS
+                (here + PREFETCH_BYTES // ELEMENT_BYTES[here.element]).prefetch()
+                vectors += [(here + part).load(lanes) for part in parts]
+            totals = iter(sums)
+            for row_start in row_starts:
+                value = code.splat((row_start + k).load(), lanes)
+                for vector in vectors:
+                    total = next(totals)
+                    total.set(code.fma(value, vector, total.value))
+        for total, place in zip(sums, places, strict=True):
+            place.store(total.value)
+
+    width = _tile_panels(rows, lanes)
+    with code.loop(0, num_panels - (width - 1), width) as panel:
+        write_tile(panel, width)
+    if width > 1:
+        with code.loop(num_panels - num_panels % width, num_panels) as panel:
+            write_tile(panel, 1)
