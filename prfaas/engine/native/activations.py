@@ -32,11 +32,12 @@ UNIT_ELEMENTS = 4_096
 
 def activated(name: Name, x: Tensor) -> Tensor:
     """Return the activation of each element of float32 `x`, as new contiguous memory."""
-    if x.dim() != 2 or x.stride(1) != 1:
-        rows = x.contiguous().view(-1, x.shape[-1] if x.dim() else 1)
-        return activated(name, rows).view(x.shape)
     out = torch.empty(*x.shape)
-    _run(_ALONE[name], x, None, out, 1.0)
+    if x.dim() == 2 and x.stride(1) == 1:
+        _run(_ALONE[name], x, None, out, 1.0)
+    elif x.numel():
+        num_rows = x.shape[0] if x.dim() > 1 else 1
+        _run(_ALONE[name], x.contiguous().view(num_rows, -1), None, out.view(num_rows, -1), 1.0)
     return out
 
 
