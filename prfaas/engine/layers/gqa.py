@@ -63,46 +63,58 @@ class GqaMixer:
         if qk_norm is not None and spec.qk_norm_span == "all_heads":
             heads = torch.split(qk_norm.weight, [spec.num_heads, spec.num_kv_heads])
             self._spans = tuple(qk_norm.with_weight(part.flatten()) for part in heads)
-        num_gates = spec.num_heads * spec.value_dim if spec.has_output_gate else 0
-        self._widths = [
-            (spec.num_heads + spec.num_kv_heads) * spec.head_dim,
-            spec.num_kv_heads * spec.value_dim,
-            num_gates,
-        ]
 
     def __call__(
         self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
     ) -> Tensor:
         """Return the mixer's output rows; calls `on_written` once all K and V are in place."""
         spec = self.spec
-        qk_TN, v_TN, gate_TN = torch.split(self.qkv_proj(x_TD), self._widths, dim=1)
-        qk_THK = self._turned(qk_TN, None if self.rope is None else batch.rope(self.rope))
-        by_group = (len(x_TD), spec.num_kv_heads, -1)
-        v_THV = v_TN.view(by_group)
+        num_heads, num_kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        qkv_TN = self.qkv_proj(x_TD)
+        first_value = (num_heads + num_kv_heads) * head_dim
+        qk_THK = self._turned(qkv_TN, None if self.rope is None else batch.rope(self.rope))
+        v_THV = _rows(qkv_TN, first_value, num_kv_heads, spec.value_dim)
         if spec.value_scale != 1.0:
             v_THV = v_THV * spec.value_scale
-        batch.write_kv(layer, qk_THK[:, spec.num_heads :], v_THV)
+        k_THK = _rows(qk_THK, num_heads * head_dim, num_kv_heads, head_dim)
+        batch.write_kv(layer, k_THK, v_THV)
         on_written()
-        out_TD = x_TD.new_zeros(len(x_TD), spec.num_heads * spec.value_dim)
+        out_TD = x_TD.new_empty(x_TD.shape[0], spec.num_heads * spec.value_dim)
+        num_groups = num_heads // num_kv_heads
         self.attend(
-            qk_THK[:, : spec.num_heads].view(*by_group, spec.head_dim),
+            _rows(qk_THK, 0, num_kv_heads, num_groups, head_dim),
             batch,
             layer,
-            out_TD.view(*by_group, spec.value_dim),
+            _rows(out_TD, 0, num_kv_heads, num_groups, spec.value_dim),
         )
         if spec.has_output_gate:
-            multiply_by_gate(out_TD, gate_TN)
+            multiply_by_gate(out_TD, qkv_TN[:, first_value + num_kv_heads * spec.value_dim :])
         return self.o_proj(out_TD)
 
-    def _turned(self, qk_TN: Tensor, turns_T1C: Tensor | None) -> Tensor:
+    def _turned(self, qkv_TN: Tensor, turns_T1C: Tensor | None) -> Tensor:
         """Return the heads of q and k, [T, H, K], normed as the spec says, and turned."""
-        qk_norm = self.qk_norm
+        spec, qk_norm = self.spec, self.qk_norm
         if self._spans is not None:
-            num_q = self.spec.num_heads * self.spec.head_dim
+            num_q, num_k = (heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads))
             q_norm, k_norm = self._spans
-            qk_TN = torch.cat([q_norm(qk_TN[:, :num_q]), k_norm(qk_TN[:, num_q:])], dim=1)
-            qk_norm = None
-        qk_THK = qk_TN.view(len(qk_TN), -1, self.spec.head_dim)
+            q_TN, k_TN = qkv_TN[:, :num_q], qkv_TN[:, num_q : num_q + num_k]
+            qkv_TN, qk_norm = torch.cat([q_norm(q_TN), k_norm(k_TN)], dim=1), None
+        qk_THK = _rows(qkv_TN, 0, spec.num_heads + spec.num_kv_heads, spec.head_dim)
         if qk_norm is None:
             return qk_THK if turns_T1C is None else rotate(qk_THK, turns_T1C)
         return qk_norm(qk_THK) if turns_T1C is None else qk_norm.turned(qk_THK, turns_T1C)
+
+
+def _rows(rows_TX: Tensor, first: int, *shape: int) -> Tensor:
+    """Return the elements of each row from `first` on as [T, *shape]: a view.
+
+    A slice of a view of heads takes three calls, of which each costs as much as a small kernel.
+    """
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    return rows_TX.as_strided(
+        (rows_TX.shape[0], *shape),
+        (rows_TX.stride(0), *strides),
+        rows_TX.storage_offset() + first,
+    )

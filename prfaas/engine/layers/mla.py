@@ -75,7 +75,7 @@ class MlaMixer:
         self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
     ) -> Tensor:
         """Return the mixer's output rows; calls `on_written` once all latents are in place."""
-        spec, num_rows = self.spec, len(x_TD)
+        spec, num_rows = self.spec, x_TD.shape[0]
         q_TH = self.q_proj(x_TD).view(num_rows, spec.num_heads, -1)
         kv_TK = self.kv_a_proj(x_TD)
         q_THP, k_T1P = q_TH[..., spec.nope_dim :], kv_TK[:, None, spec.latent_dim :]
@@ -87,7 +87,7 @@ class MlaMixer:
         on_written()
         q_THR = _by_head(q_TH[..., : spec.nope_dim], self._k_up_HNR).transpose(0, 1)
         q_THK = torch.cat([q_THR, q_THP], dim=-1)
-        out_THR = x_TD.new_zeros(num_rows, spec.num_heads, spec.latent_dim)
+        out_THR = x_TD.new_empty(num_rows, spec.num_heads, spec.latent_dim)
         self.attend(q_THK.unsqueeze(1), batch, layer, out_THR.unsqueeze(1))
         out_THV = _by_head(out_THR, self._v_up_HRV).transpose(0, 1).contiguous()
         if self.gate_proj is not None:
@@ -97,7 +97,7 @@ class MlaMixer:
 
 def _by_head(x_THN: Tensor, weight_HNM: Tensor) -> Tensor:
     """Return each head's product with its own matrix, [H, T, M]; a row's bits are its own."""
-    num_rows = len(x_THN)
+    num_rows = x_THN.shape[0]
     if padding := -num_rows % ROW_MULTIPLE:
         x_THN = torch.cat([x_THN, x_THN[:1].expand(padding, -1, -1)])
     return torch.bmm(x_THN.transpose(0, 1), weight_HNM)[:, :num_rows]

@@ -1,6 +1,6 @@
 """The dense feed-forward layers, and the activations of all layers.
 
-Shapes: T tokens, D model dim, F feed-forward dim.
+Shapes: T tokens, D model dim, F feed-forward dim, E = 2 F gates and ups.
 """
 
 from collections.abc import Callable
@@ -45,9 +45,8 @@ class GatedMlp:
         return _in_slabs(self._slab, x_TD)
 
     def _slab(self, x_TD: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj(x_TD)
-        gate_TF, up_TF = gate_up.tensor_split((self._num_hidden,), dim=1)
-        out_TD = self.down_proj(_gated(self._activation, gate_TF, up_TF, self._gate_scale))
+        gate_up_TE = self.gate_up_proj(x_TD)
+        out_TD = self.down_proj(_gated(self._activation, gate_up_TE, self._gate_scale))
         return out_TD if self._down_scale == 1.0 else out_TD.mul_(self._down_scale)
 
 
@@ -68,7 +67,7 @@ class PlainMlp:
 
 
 def _in_slabs(compute: Callable[[Tensor], Tensor], x_TD: Tensor) -> Tensor:
-    if len(x_TD) <= SLAB_ROWS:
+    if x_TD.shape[0] <= SLAB_ROWS:
         return compute(x_TD)
     return torch.cat([compute(slab) for slab in torch.split(x_TD, SLAB_ROWS)])
 
@@ -96,10 +95,11 @@ def silu(x: Tensor) -> Tensor:
     return activated("silu", x)
 
 
-def _gated(name: Activation, gate_TF: Tensor, up_TF: Tensor, gate_scale: float) -> Tensor:
-    """Return activation(gate * gate_scale) * up; of "clamped_silu" up + 1, within CLAMP."""
-    if gate_TF.is_cpu:
-        return activations.gated(name, gate_TF, up_TF, gate_scale)
+def _gated(name: Activation, gate_up_TE: Tensor, gate_scale: float) -> Tensor:
+    """Return activation(gate * gate_scale) * up; up of "clamped_silu" is within CLAMP, plus 1."""
+    if gate_up_TE.is_cpu:
+        return activations.gated(name, gate_up_TE, gate_scale)
+    gate_TF, up_TF = gate_up_TE.chunk(2, dim=1)
     if gate_scale != 1.0:
         gate_TF = gate_TF * gate_scale
     if name == "clamped_silu":

@@ -3,7 +3,7 @@
 An element's bits follow from it alone, wherever it stands. Far from 0 a gate ends in 0, a denormal
 or infinity; a NaN stays one.
 
-Shapes: T rows, F elements of each.
+Shapes: T rows, F elements of each, E = 2 F gates and what they multiply.
 """
 
 import math
@@ -24,6 +24,7 @@ GELU_CUBIC = GELU_LINEAR * 0.044715
 CLAMP = 7.0
 """gpt-oss keeps its gate below it, and up within it either way."""
 CLAMPED_SLOPE = 1.702
+FLOAT_BYTES = 4
 SERIAL_ELEMENTS = 8_192
 """So many are done before other threads have woken up."""
 UNIT_ELEMENTS = 4_096
@@ -33,64 +34,79 @@ UNIT_ELEMENTS = 4_096
 def activated(name: Name, x: Tensor) -> Tensor:
     """Return the activation of each element of float32 `x`, as new contiguous memory."""
     out = torch.empty(*x.shape)
-    if x.dim() == 2 and x.stride(1) == 1:
-        _run(_ALONE[name], x, None, out, 1.0)
-    elif x.numel():
-        num_rows = x.shape[0] if x.dim() > 1 else 1
-        _run(_ALONE[name], x.contiguous().view(num_rows, -1), None, out.view(num_rows, -1), 1.0)
+    if x.numel():
+        rows = x if x.dim() == 2 and x.stride(1) == 1 else _as_rows(x.contiguous())
+        place = _place(rows)
+        num_rows, width = rows.shape
+        _run(_ALONE[name], place, place, _place(_as_rows(out)), num_rows, width, 1.0)
     return out
 
 
-def gated(name: Name, gate_TF: Tensor, up_TF: Tensor, gate_scale: float = 1.0) -> Tensor:
-    """Return activation(gate * gate_scale) * up, as new contiguous memory.
+def _as_rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.view(x.shape[0] if x.dim() > 2 else 1, -1)
 
-    Of "clamped_silu" up is kept within CLAMP first, and 1 is added to it. Both are float32, the
-    elements of a row side by side.
+
+def gated(name: Name, gate_up_TE: Tensor, gate_scale: float = 1.0) -> Tensor:
+    """Return activation(gate * gate_scale) * up, as new contiguous memory [T, F].
+
+    Of "clamped_silu" up is kept within CLAMP first, and 1 is added to it.
+
+    Args:
+        name: of the activation.
+        gate_up_TE: float32 [T, 2 F], a row's gates before its ups, side by side.
+        gate_scale: multiplies the gates.
     """
-    out_TF = torch.empty(*gate_TF.shape)
-    _run(_GATED[name], gate_TF, up_TF, out_TF, gate_scale)
+    num_rows, num_both = gate_up_TE.shape
+    width = num_both // 2
+    assert num_both == 2 * width
+    out_TF = torch.empty(num_rows, width)
+    at, stride = _place(gate_up_TE)
+    up = (at + width * FLOAT_BYTES, stride)
+    _run(_GATED[name], (at, stride), up, _place(out_TF), num_rows, width, gate_scale)
     return out_TF
 
 
 def multiply_by_gate(out_TF: Tensor, gate_TF: Tensor) -> None:
-    """Multiply the rows by the gates' sigmoid, in place."""
-    _run(_GATED["sigmoid"], gate_TF, out_TF, out_TF, 1.0)
+    """Multiply the rows by the gates' sigmoid, in place; float32, a row's elements side by side."""
+    assert out_TF.shape == gate_TF.shape
+    out = _place(out_TF)
+    num_rows, width = out_TF.shape
+    _run(_GATED["sigmoid"], _place(gate_TF), out, out, num_rows, width, 1.0)
+
+
+Place = tuple[int, int]
+"""Where rows begin, and how many elements lie from one to the next."""
+
+
+def _place(rows_TF: Tensor) -> Place:
+    assert rows_TF.dtype is torch.float32
+    row_stride, stride = rows_TF.stride()
+    assert stride == 1 or rows_TF.shape[1] <= 1
+    return rows_TF.data_ptr(), row_stride
 
 
 def _run(
-    kernel: Kernel, gate_TF: Tensor, up_TF: Tensor | None, out_TF: Tensor, gate_scale: float
+    kernel: Kernel,
+    gate: Place,
+    up: Place,
+    out: Place,
+    num_rows: int,
+    width: int,
+    gate_scale: float,
 ) -> None:
-    num_rows, width = gate_TF.shape
-    up_at = up_stride = 0
-    if up_TF is not None:
-        assert up_TF.shape == gate_TF.shape
-        up_at, up_stride = _place(up_TF, width)
-    gate_at, gate_stride = _place(gate_TF, width)
-    out_at, out_stride = _place(out_TF, width)
     if not num_rows or not width:
         return
     is_small = num_rows * width <= SERIAL_ELEMENTS
     kernel(
-        gate_at,
-        gate_stride,
-        up_at,
-        up_stride,
-        out_at,
-        out_stride,
+        *gate,
+        *up,
+        *out,
         num_rows,
         width,
         num_rows if is_small else -(-UNIT_ELEMENTS // width),
         gate_scale,
         threads=1 if is_small else None,
     )
-
-
-def _place(rows_TF: Tensor, width: int) -> tuple[int, int]:
-    """Return where the rows begin and how far apart."""
-    assert rows_TF.dtype == torch.float32
-    row_stride, stride = rows_TF.stride()
-    assert stride == 1 or width <= 1
-    return rows_TF.data_ptr(), row_stride
 
 
 ARGUMENTS: dict[str, Argument] = {

@@ -82,13 +82,14 @@ def test_a_nan_stays_one_alone_and_infinity_is_no_trap(name: Name) -> None:
 def test_an_element_has_its_own_bits_at_any_place(
     name: Name, width: int, num_rows: int, data: st.DataObject
 ) -> None:
-    gate_up = torch.randn(num_rows, 2 * width + data.draw(st.integers(0, 5))) * 3
-    gate, up = gate_up[:, :width], gate_up[:, -width:]
+    gate_up = torch.randn(num_rows, 2 * width + data.draw(st.integers(0, 5)))[:, -2 * width :] * 3
+    gate, up = gate_up[:, :width], gate_up[:, width:]
     first, start = data.draw(st.integers(0, width - 1)), data.draw(st.integers(0, num_rows - 1))
     columns = slice(first, data.draw(st.integers(first + 1, width)))
     rows = slice(start, data.draw(st.integers(start + 1, num_rows)))
-    whole, piece = gated(name, gate, up, 0.7), gate[rows, columns].clone()
-    assert torch.equal(gated(name, piece, up[rows, columns].clone(), 0.7), whole[rows, columns])
+    whole, piece = gated(name, gate_up, 0.7), gate[rows, columns].clone()
+    both = torch.cat([piece, up[rows, columns]], dim=1)
+    assert torch.equal(gated(name, both, 0.7), whole[rows, columns])
     assert torch.equal(activated(name, piece), activated(name, gate)[rows, columns])
     assert torch.equal(activated(name, piece.flatten()), activated(name, piece).flatten())
     assert torch.equal(activated(name, piece.T), activated(name, piece).T)
@@ -96,10 +97,11 @@ def test_an_element_has_its_own_bits_at_any_place(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gate_is_the_activation_times_the_rest(name: Name) -> None:
-    gate, up = torch.randn(5, 33) * 4, torch.randn(5, 33) * 6
+    gate_up = torch.randn(5, 66) * 6
+    gate, up = gate_up.chunk(2, dim=1)
     factor = up.clamp(-7.0, 7.0) + 1.0 if name == "clamped_silu" else up
-    assert torch.equal(gated(name, gate, up), activated(name, gate) * factor)
-    assert torch.equal(gated(name, gate, up, 0.3), activated(name, gate * 0.3) * factor)
+    assert torch.equal(gated(name, gate_up), activated(name, gate) * factor)
+    assert torch.equal(gated(name, gate_up, 0.3), activated(name, gate * 0.3) * factor)
 
 
 def test_a_gate_is_applied_in_place() -> None:
@@ -114,12 +116,12 @@ def test_a_gate_is_applied_in_place() -> None:
 @pytest.mark.parametrize("width", [24, 3000, SERIAL_ELEMENTS + 5])
 def test_threads_share_rows_and_leave_their_bits(width: int, threads: int) -> None:
     num_rows = 3 + 4 * SERIAL_ELEMENTS // width
-    gate, up = torch.randn(num_rows, width), torch.randn(num_rows, width)
-    alone = torch.cat([gated("silu", gate[row, None], up[row, None]) for row in range(num_rows)])
+    gate_up = torch.randn(num_rows, 2 * width)
+    alone = torch.cat([gated("silu", gate_up[row, None]) for row in range(num_rows)])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert torch.equal(gated("silu", gate, up), alone)
+        assert torch.equal(gated("silu", gate_up), alone)
     finally:
         torch.set_num_threads(before)
 
@@ -132,9 +134,9 @@ def test_nothing_is_activated_to_nothing(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("width", [1, 7, 24, 33])
 def test_nothing_is_touched_outside_of_the_rows(width: int) -> None:
     gate, up = torch.randn(3, width), torch.randn(3, width)
-    expected = gated("sigmoid", gate, up)
-    with guarded(gate, up) as (gate_, up_):
-        assert torch.equal(gated("sigmoid", gate_, up_), expected)
+    expected, both = activated("sigmoid", gate) * up, torch.cat([gate, up], dim=1)
+    with guarded(gate, up, both) as (gate_, up_, both_):
+        assert torch.equal(gated("sigmoid", both_), expected)
         multiply_by_gate(up_, gate_)
         assert torch.equal(up_, expected)
     stand, inner = inside(up)
