@@ -320,6 +320,11 @@ class Code:
         kind = I8 if condition.lanes == 1 else ir.VectorType(I8, condition.lanes)
         return Value(self, self.builder.zext(condition.ir, kind))
 
+    def narrow(self, a: Value) -> Value:
+        """Return int32s as int8s, in which they must fit."""
+        kind = I8 if a.lanes == 1 else ir.VectorType(I8, a.lanes)
+        return Value(self, self.builder.trunc(a.ir, kind))
+
     def bits_as_float(self, a: Value) -> Value:
         """Return the float32s that have these int32s' bits."""
         return Value(
