@@ -113,7 +113,7 @@ def random_tensors(config: Config, seed: int) -> dict[str, Array]:
     The loader says which tensors it has, each drawn by its name alone.
     """
     model, recorder = model_from_hf(config), Recorder()
-    build_model(model, recorder, "padded-f32", model_fingerprint="")
+    build_model(model, recorder, "fma-f32", model_fingerprint="")
     tensors = {
         name: _random(name, shape, seed, has_unit_offset_norms=model.has_unit_offset_norms)
         for name, shape in sorted(recorder.shapes.items())

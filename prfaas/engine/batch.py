@@ -1,4 +1,4 @@
-"""One forward's rows: the tokens of several sequences, one after another, padded at the end."""
+"""One forward's rows: the tokens of several sequences, one after another."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from prfaas.engine.kv import CPU, copied
-from prfaas.engine.linear import Packing, padded_rows
 from prfaas.engine.rope import RopeTable
 from prfaas.engine.segment import Segment
 
@@ -14,7 +13,7 @@ __all__ = ["Batch", "Segment"]
 
 
 class Batch:
-    """The rows of one forward. Rows past the last segment repeat token 0 and count for nothing.
+    """The rows of one forward.
 
     Attributes:
         parts: each segment and its rows.
@@ -22,9 +21,7 @@ class Batch:
         chunks: the other parts.
     """
 
-    def __init__(
-        self, segments: Sequence[Segment], packing: Packing, device: torch.device = CPU
-    ) -> None:
+    def __init__(self, segments: Sequence[Segment], device: torch.device = CPU) -> None:
         tokens: list[int] = []
         positions: list[int] = []
         self.parts: list[tuple[slice, Segment]] = []
@@ -34,9 +31,8 @@ class Batch:
             tokens.extend(segment.tokens)
             positions.extend(range(first, first + len(segment.tokens)))
             self.parts.append((slice(start, len(tokens)), segment))
-        padding = padded_rows(len(tokens), packing) - len(tokens)
-        self.tokens_T = torch.tensor(tokens + [0] * padding, device=device)
-        self.positions_T = torch.tensor(positions + [0] * padding, device=device)
+        self.tokens_T = torch.tensor(tokens, device=device)
+        self.positions_T = torch.tensor(positions, device=device)
         self._end_position = max(positions) + 1
         self._ropes: dict[RopeTable, Tensor] = {}
         is_step = [len(segment.tokens) == 1 for segment in segments]
@@ -44,11 +40,6 @@ class Batch:
         self.chunks = [part for part, one in zip(self.parts, is_step, strict=True) if not one]
         step_rows = [rows.start for (rows, _), one in zip(self.parts, is_step, strict=True) if one]
         self.step_rows = torch.tensor(step_rows, dtype=torch.int64, device=device)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows before the padding."""
-        return self.parts[-1][0].stop
 
     @property
     def logit_rows(self) -> list[int]:

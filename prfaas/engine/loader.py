@@ -18,9 +18,9 @@ from prfaas.engine.loading.checkpoint import (
 from prfaas.engine.model import Model
 from prfaas.engine.numerics import (
     InexactKernelsError,
-    candidate_packings,
     is_linear,
     numerics_fingerprint,
+    packing_of,
 )
 from prfaas.engine.options import Numerics, WeightDtype
 from prfaas.errors import ConfigError
@@ -41,10 +41,10 @@ def load_model(
     Raises:
         ConfigError: a file is missing or damaged, a feature is not supported, a tensor is missing,
             left over or of another shape, there is no such device, it has no such dtype or numerics,
-            or the self-test fails with every packing.
+            or the self-test fails.
     """
     place = find_device(device)
-    packings = candidate_packings(dtype, place)
+    packing = packing_of(dtype, place)
     if numerics == "strict" and place.type != "cpu":
         raise ConfigError(
             f"engine.numerics = strict: on engine.device = {device!r} a row's bits depend on the "
@@ -55,25 +55,18 @@ def load_model(
         get_logger().info("numerics.strict_already", model_type=spec.model_type)
     weights = Weights(model_dir)
     fingerprint = model_fingerprint(model_dir, weights)
-    faults = []
-    for packing in packings:
-        model = build_model(
-            spec,
-            weights,
-            packing,
-            model_fingerprint=fingerprint,
-            numerics=numerics,
-            device=place,
-        )
-        weights.check_all_taken(spec, model.embed_tokens.weight)
-        weights.release()
-        try:
-            model.numerics_fingerprint = numerics_fingerprint(model)
-        except InexactKernelsError as error:
-            faults.append(f"{packing}: {error}")
-            get_logger().warning("packing.inexact", packing=packing, fault=str(error))
-        else:
-            return model
-    raise ConfigError(
-        f"no weight packing passes the self-test on this machine ({'; '.join(faults)})"
+    model = build_model(
+        spec,
+        weights,
+        packing,
+        model_fingerprint=fingerprint,
+        numerics=numerics,
+        device=place,
     )
+    weights.check_all_taken(spec, model.embed_tokens.weight)
+    weights.release()
+    try:
+        model.numerics_fingerprint = numerics_fingerprint(model)
+    except InexactKernelsError as error:
+        raise ConfigError(f"the self-test fails on this machine with {packing}: {error}") from error
+    return model

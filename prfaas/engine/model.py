@@ -12,13 +12,11 @@ from torch import Tensor
 
 from prfaas.cache.spec import CacheLayout
 from prfaas.engine.batch import Batch, Segment
-from prfaas.engine.chunk_grid import replay_dim
 from prfaas.engine.greedy_head import GreedyHead
 from prfaas.engine.kv import CPU
 from prfaas.engine.kv_groups import kv_groups
-from prfaas.engine.layers.moe import MoeMlp
 from prfaas.engine.layers.norm import RmsNorm
-from prfaas.engine.linear import Linear, Packing, is_exact, kv_dtype, padded_rows
+from prfaas.engine.linear import Linear, Packing, is_exact, kv_dtype
 from prfaas.engine.mixer_spec import KvDtype
 from prfaas.engine.model_spec import ModelSpec, ResidualSpec
 from prfaas.engine.options import Numerics
@@ -97,12 +95,9 @@ class Block:
         else:
             assert self.mixer_residual is not None
             self.mixer_residual.add_to(x_TD, lambda y_TD: mixer(y_TD, batch, layer, on_written))
-        ffn = self.ffn
-        if isinstance(ffn, MoeMlp):
-            ffn = partial(ffn, num_rows=batch.num_rows)  # padding would need experts of its own
-        if ffn is not None:
+        if self.ffn is not None:
             assert self.ffn_residual is not None
-            self.ffn_residual.add_to(x_TD, ffn)
+            self.ffn_residual.add_to(x_TD, self.ffn)
 
 
 class Model:
@@ -147,9 +142,7 @@ class Model:
 
     def layout(self, block_tokens: int) -> CacheLayout:
         """Return the groups of layers whose KV is cached together."""
-        return kv_groups(
-            self.config.layers, block_tokens, self.kv_dtype, replay_dims=self._replay_dims()
-        )
+        return kv_groups(self.config.layers, block_tokens, self.kv_dtype)
 
     def new_kv(self, *, capacity_tokens: int, block_tokens: int = 64) -> SequenceKv:
         """Return an empty working copy for a sequence of up to `capacity_tokens`."""
@@ -157,19 +150,13 @@ class Model:
             self.config.layers,
             capacity_tokens=capacity_tokens,
             block_tokens=block_tokens,
-            replay_dims=self._replay_dims(),
             kv_dtype=self.kv_dtype,
             device=self.device,
         )
 
-    def _replay_dims(self) -> list[int | None] | None:
-        if self.numerics == "grid":
-            return None
-        return [replay_dim(layer) for layer in self.config.layers]
-
     def kv_capacity_bytes(self, num_tokens: int) -> int:
         """Return the bytes of the working copy of a sequence of up to `num_tokens`."""
-        return capacity_bytes(self.config.layers, num_tokens, self._replay_dims(), self.kv_dtype)
+        return capacity_bytes(self.config.layers, num_tokens, kv_dtype=self.kv_dtype)
 
     @torch.no_grad()
     def forward(
@@ -187,7 +174,7 @@ class Model:
             on_layer: called with l once layer l wrote every segment's K and V, which may be
                 exported from then on.
         """
-        return self._logits(self._run(segments, on_layer), _num_logits(segments))
+        return self._logits(self._run(segments, on_layer))
 
     @torch.no_grad()
     def largest(
@@ -199,38 +186,32 @@ class Model:
         """
         if self.greedy_head is None:
             return self.forward(segments, on_layer=on_layer)
-        rows_TD, num_rows = self._run(segments, on_layer), _num_logits(segments)
-        ids = self.greedy_head.largest(rows_TD, num_rows) if num_rows else []
-        return self._logits(rows_TD, num_rows) if ids is None else ids
+        rows_TD = self._run(segments, on_layer)
+        ids = self.greedy_head.largest(rows_TD) if len(rows_TD) else []
+        return self._logits(rows_TD) if ids is None else ids
 
     def _run(self, segments: Sequence[Segment], on_layer: Callable[[int], None] | None) -> Tensor:
-        """Run every segment's tokens; return what the head takes where num_logits is 1, padded."""
+        """Run every segment's tokens; return what the head takes where num_logits is 1."""
         for segment in segments:
             segment.kv.begin_forward(segment.snapshots)
-        batch = Batch(segments, self.packing, self.device)
+        batch = Batch(segments, self.device)
         x_TD = self.embed_tokens(batch.tokens_T)
         on_layer = on_layer or _ignore
         for index, layer in enumerate(self.layers):
             layer.add_to(x_TD, batch, index, partial(on_layer, index))
-        rows = batch.logit_rows
-        padding = padded_rows(len(rows), self.packing) - len(rows)
-        padded = torch.tensor(rows + rows[:1] * padding, dtype=torch.int64, device=x_TD.device)
-        rows_TD = self.norm(x_TD[padded]) if rows else x_TD[:0]
+        rows = torch.tensor(batch.logit_rows, dtype=torch.int64, device=x_TD.device)
+        rows_TD = self.norm(x_TD[rows]) if len(rows) else x_TD[:0]
         for segment in segments:
             segment.kv.num_tokens += len(segment.tokens)
         return rows_TD
 
-    def _logits(self, rows_TD: Tensor, num_rows: int) -> Tensor:
-        """Return float32 logits on the CPU of the first rows that `_run` returned, [num_rows, V]."""
-        if not num_rows:
+    def _logits(self, rows_TD: Tensor) -> Tensor:
+        """Return float32 logits on the CPU of the rows that `_run` returned, [T, V]."""
+        if not len(rows_TD):
             return torch.empty(0, self.config.vocab_size)
-        logits_TV = self.lm_head(rows_TD)[:num_rows].cpu()
+        logits_TV = self.lm_head(rows_TD).cpu()
         scale = self.config.logits_scale
         return logits_TV if scale == 1.0 else logits_TV.mul_(scale)
-
-
-def _num_logits(segments: Sequence[Segment]) -> int:
-    return sum(segment.num_logits for segment in segments)
 
 
 def _ignore(layer: int) -> None:

@@ -22,7 +22,7 @@ from prfaas.engine.layers.batch_attention import BatchAttention
 from prfaas.engine.layers.gqa import GqaMixer
 from prfaas.engine.layers.mla import MlaMixer
 from prfaas.engine.layers.parallel import ParallelMixer
-from prfaas.engine.linear import ExactPacking, Packing, is_available, padded_rows
+from prfaas.engine.linear import Packing
 from prfaas.engine.mixer_spec import GqaSpec, LightningSpec, MixerSpec
 from prfaas.engine.model import Mixer, Model
 from prfaas.engine.options import WeightDtype
@@ -40,10 +40,8 @@ STEP_CUTS = (192, TEST_PROMPT_END, TEST_PROMPT_END + 1, TEST_PROMPT_END + 4)
 NUM_NEIGHBOUR_TOKENS = 2
 NUM_TEST_KEYS = 1100
 NUM_TEST_ROWS = 20
-NUM_TEST_IDS = (5, 21, 40)
-"""Few and many panels of fbgemm, whose width is the machine's."""
 HEAD_ROWS = (12, 1, 2, 4)
-"""Rows of the head's pieces, each padded as a batch would be."""
+"""Rows of the head's pieces."""
 SELF_TEST_BOUNDS: dict[Packing, float] = {"torch-bf16": 0.05, "torch-f32": 1e-3}
 """Of kernels that are not exact: how far BOUNDED_FRACTION of the self-test's rows, computed in pieces,
 may be from the whole, as the norm of the difference over the norm."""
@@ -56,10 +54,8 @@ class InexactKernelsError(Exception):
     """The self-test found a row that depends on the rows beside it, beyond what is allowed."""
 
 
-def candidate_packings(dtype: WeightDtype, device: torch.device = CPU) -> tuple[Packing, ...]:
-    """Return the packings to try for `dtype`, best first: those this machine computes at all.
-
-    On a CPU the slower ones keep the weights in float32.
+def packing_of(dtype: WeightDtype, device: torch.device = CPU) -> Packing:
+    """Return how weights of this dtype are packed on the device.
 
     Raises:
         ConfigError: the device has no packing of this dtype.
@@ -67,12 +63,10 @@ def candidate_packings(dtype: WeightDtype, device: torch.device = CPU) -> tuple[
     if device.type != "cpu":
         if dtype == "float16":
             raise ConfigError("engine.dtype = float16 is for a CPU; CUDA takes bfloat16 or float32")
-        return ("torch-f32",) if dtype == "float32" else ("torch-bf16",)
+        return "torch-f32" if dtype == "float32" else "torch-bf16"
     if dtype == "bfloat16":
         raise ConfigError("engine.dtype = bfloat16 is for CUDA; a CPU takes float16 or float32")
-    ranked: tuple[ExactPacking, ...] = ("fbgemm-fp16", "onednn-f32", "padded-f32")
-    wanted = ranked[1:] if dtype == "float32" else ranked
-    return tuple(packing for packing in wanted if is_available(packing))
+    return "fma-f32" if dtype == "float32" else "fma-fp16"
 
 
 def numerics_fingerprint(model: Model) -> str:
@@ -114,16 +108,8 @@ def _choose_greedy_head(model: Model) -> None:
         return
     generator = torch.Generator().manual_seed(0)
     for num_rows in HEAD_ROWS:
-        num_padded = padded_rows(num_rows, model.packing)
-        x_TD = torch.randn(num_padded, model.config.hidden_size, generator=generator)
-        logits_TV = model.lm_head(x_TD)
-        is_exact = True
-        for num_ids in NUM_TEST_IDS:
-            ids_N = torch.randperm(model.config.vocab_size, generator=generator)[:num_ids]
-            ids_N[-1] = model.config.vocab_size - 1
-            is_exact &= torch.equal(greedy.score(x_TD, ids_N), logits_TV[:, ids_N])
-        largest_M = logits_TV[:num_rows].mul_(model.config.logits_scale).numpy().argmax(axis=1)
-        if not is_exact or greedy.largest(x_TD, num_rows) != largest_M.tolist():
+        x_TD = torch.randn(num_rows, model.config.hidden_size, generator=generator)
+        if not greedy.agrees_with(x_TD, model.lm_head(x_TD)):
             get_logger().warning("greedy_head.inexact")
             model.greedy_head = None
             return
@@ -182,9 +168,9 @@ def self_test(model: Model) -> str:
             digest.update(_LongAttention(attention, generator).test().numpy().data)
     x_TD = torch.randn(sum(HEAD_ROWS), model.config.hidden_size, generator=generator)
     x_TD = x_TD.to(model.device)
-    whole_TV = _run_head(model, x_TD)
+    whole_TV = model.lm_head(x_TD)
     pieces_TV = torch.cat(
-        [_run_head(model, piece_TD) for piece_TD in torch.split(x_TD, list(HEAD_ROWS))]
+        [model.lm_head(piece_TD) for piece_TD in torch.split(x_TD, list(HEAD_ROWS))]
     )
     _require_alike("the head", whole_TV, pieces_TV, model)
     digest.update(whole_TV.contiguous().cpu().numpy().data)
@@ -246,7 +232,7 @@ def _run_layer(
         for segment in segments:
             if (state := segment.kv.states[index]) is not None:
                 state.begin(segment.kv.num_tokens, ())
-        batch = Batch(segments, model.packing, model.device)
+        batch = Batch(segments, model.device)
         piece_TD = x_TD.new_ones(len(batch.tokens_T), x_TD.shape[1])
         piece_TD[own] = x_TD[start:stop]
         model.layers[index].add_to(piece_TD, batch, index, _ignore)
@@ -257,11 +243,6 @@ def _run_layer(
 
 def _ignore() -> None:
     """Nobody waits for the test's K and V."""
-
-
-def _run_head(model: Model, x_TD: Tensor) -> Tensor:
-    padding = padded_rows(len(x_TD), model.packing) - len(x_TD)
-    return model.lm_head(torch.cat([x_TD, x_TD[:1].expand(padding, -1)]))[: len(x_TD)]
 
 
 class _LongAttention:

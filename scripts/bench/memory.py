@@ -56,7 +56,7 @@ def main() -> None:
         "packing": model.packing,
         "tokens": args.tokens,
         "parameters": values,
-        "weights_accounted_bytes": values * (2 if model.packing == "fbgemm-fp16" else 4),
+        "weights_accounted_bytes": values * (2 if model.packing == "fma-fp16" else 4),
         "weights_resident_bytes": loaded - before,
         "kv_accounted_bytes": model.kv_capacity_bytes(args.tokens),
         "kv_held_bytes": kv.nbytes,

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from prfaas.engine.batch import Batch, Segment
 from prfaas.engine.chunk_grid import CHUNK_TOKENS, replay_dim
 from prfaas.engine.config import model_from_hf
-from prfaas.engine.linear import Packing, padded_rows
+from prfaas.engine.linear import Packing
 from prfaas.engine.loading.build import build_model
 from prfaas.engine.options import EngineOptions
 from prfaas.engine.sequence_kv import SequenceKv
@@ -74,13 +74,12 @@ class Ours:
         layer = model.layers[family.layer]
         self.mixer, self.ffn = layer.mixer, layer.ffn if family.part == "ffn" else None
         self.spec = spec.layers[family.layer]
-        self.packing = packing
         self.chunk_tokens = chunk_tokens
 
     def prefill(self, x_TD: Tensor) -> None:
         if self.ffn is not None:
             for chunk_TD in torch.split(x_TD, self.chunk_tokens):
-                self.ffn(torch.cat([chunk_TD, self._padding(chunk_TD)]))
+                self.ffn(chunk_TD)
             return
         kv = SequenceKv([self.spec], capacity_tokens=len(x_TD), block_tokens=64)
         for start, stop in pairwise([*range(0, len(x_TD), self.chunk_tokens), len(x_TD)]):
@@ -103,14 +102,10 @@ class Ours:
     def _forward(self, kv: SequenceKv, x_TD: Tensor, prompt_end: int | None) -> None:
         segment = Segment(kv=kv, tokens=[0] * len(x_TD), num_logits=0, prompt_end=prompt_end)
         kv.begin_forward(())
-        batch = Batch([segment], self.packing)
+        batch = Batch([segment])
         assert self.mixer is not None
-        self.mixer(torch.cat([x_TD, self._padding(x_TD)]), batch, 0, lambda: None)
+        self.mixer(x_TD, batch, 0, lambda: None)
         kv.num_tokens += len(x_TD)
-
-    def _padding(self, x_TD: Tensor) -> Tensor:
-        num_rows = padded_rows(len(x_TD), self.packing) - len(x_TD)
-        return x_TD.new_zeros(num_rows, x_TD.shape[1])
 
 
 class Theirs:
@@ -312,7 +307,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=5, help="half of it on long prompts")
     parser.add_argument("--threads", type=int, help="torch threads of both (default: torch's)")
     parser.add_argument("--chunk-tokens", type=int, default=EngineOptions().chunk_tokens)
-    parser.add_argument("--packing", choices=get_args(Packing), default="onednn-f32")
+    parser.add_argument("--packing", choices=get_args(Packing), default="fma-f32")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     return parser.parse_args(argv)
 

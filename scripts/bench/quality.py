@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from prfaas.engine.config import model_from_hf
-from prfaas.engine.numerics import candidate_packings
+from prfaas.engine.numerics import packing_of
 from prfaas.engine.options import EngineOptions, WeightDtype
 from prfaas.errors import ConfigError
 from prfaas.models.store import resolve
@@ -123,7 +123,7 @@ def own_dtypes() -> list[str]:
     found = []
     for dtype in get_args(WeightDtype):
         try:
-            candidate_packings(dtype)
+            packing_of(dtype)
         except ConfigError:
             continue
         found.append(dtype)

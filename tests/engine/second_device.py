@@ -89,19 +89,5 @@ def second_device() -> Iterator[torch.device]:
         return made if device is None else made.to(device)
 
     mode = _Mode()  # type: ignore[no-untyped-call]
-    pool = "prfaas.engine.loading.build.ThreadPoolExecutor"
-    with patch.object(torch, "tensor", tensor), patch(pool, _InThisThread), mode:
+    with patch.object(torch, "tensor", tensor), mode:
         yield SECOND
-
-
-class _InThisThread:
-    """Takes the place of a pool: other threads do not see the device."""
-
-    def __init__(self, num_threads: int) -> None:
-        self.map = map
-
-    def __enter__(self) -> "_InThisThread":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return

@@ -18,8 +18,8 @@ from prfaas.engine.numerics import (
     SELF_TEST_BOUNDS,
     InexactKernelsError,
     attention_in,
-    candidate_packings,
     numerics_fingerprint,
+    packing_of,
     self_test,
 )
 from prfaas.engine.options import EngineOptions
@@ -259,12 +259,12 @@ def test_a_model_that_cannot_be_put_there_is_refused_before_its_weights_are_read
 
 def test_a_dtype_belongs_to_a_device() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert candidate_packings("bfloat16", cuda) == ("torch-bf16",)
-    assert candidate_packings("float32", cuda) == ("torch-f32",)
+    assert packing_of("bfloat16", cuda) == "torch-bf16"
+    assert packing_of("float32", cuda) == "torch-f32"
     with pytest.raises(ConfigError, match="float16 is for a CPU"):
-        candidate_packings("float16", cuda)
+        packing_of("float16", cuda)
     with pytest.raises(ConfigError, match="bfloat16 is for CUDA"):
-        candidate_packings("bfloat16", cpu)
+        packing_of("bfloat16", cpu)
     assert EngineOptions().weight_dtype == "float16"
     assert EngineOptions(device="cuda").weight_dtype == "bfloat16"
     assert EngineOptions(device="cuda:1", dtype="float32").weight_dtype == "float32"

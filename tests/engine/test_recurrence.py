@@ -1,4 +1,4 @@
-"""The driver of linear mixers: which rows are scanned, stepped and replayed, and what is held."""
+"""The driver of linear mixers: which rows are walked, scanned and stepped, and what is held."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prfaas.engine.batch import Batch, Segment
 from prfaas.engine.mixer_spec import LightningSpec
-from prfaas.engine.recurrence import run
+from prfaas.engine.recurrence import Part, begin, run
 from prfaas.engine.sequence_kv import SequenceKv
 from prfaas.engine.states import CHUNK_TOKENS, State
 
@@ -65,10 +65,8 @@ def _memory(count: Tensor, value: Tensor) -> State:
     return (memory,)
 
 
-def new_kv(*, replay_dim: int | None = None) -> SequenceKv:
-    return SequenceKv(
-        [SPEC], capacity_tokens=1024, block_tokens=CHUNK_TOKENS, replay_dims=[replay_dim]
-    )
+def new_kv() -> SequenceKv:
+    return SequenceKv([SPEC], capacity_tokens=1024, block_tokens=CHUNK_TOKENS)
 
 
 def values(start: int, stop: int) -> Tensor:
@@ -86,9 +84,8 @@ def forward(
         Segment(kv=kv, tokens=[0] * num_tokens, num_logits=0, prompt_end=end)
         for kv, num_tokens, end in parts
     ]
-    batch = Batch(segments, "padded-f32")  # with rows past the last segment
+    batch = Batch(segments)
     rows = [values(kv.num_tokens, kv.num_tokens + count) for kv, count, _ in parts]
-    rows.append(torch.full((len(batch.tokens_T) - sum(map(len, rows)), 1), 1e9))
     out_TX = torch.full((len(batch.tokens_T), 2), torch.nan)
     for kv, _, _ in parts:
         kv.begin_forward(wanted)
@@ -168,39 +165,8 @@ def test_any_cuts_and_prompt_ends_take_every_row_once(
     assert sum(num_rows for num_rows, _ in core.scans) == 300 - num_stepped
 
 
-@given(cuts=st.sets(st.integers(1, 199), max_size=6), prompt_end=st.integers(0, 200))
-@settings(max_examples=30)
-def test_strict_mode_gives_every_row_its_place_in_the_whole_chunk(
-    cuts: set[int], prompt_end: int
-) -> None:
-    core, kv = TracingSum(), new_kv(replay_dim=1)
-    outs = []
-    for stop in [*sorted(cuts), 200]:
-        outs += forward(core, [(kv, stop - kv.num_tokens, prompt_end)], wanted=[64, 128])
-        line = stop // CHUNK_TOKENS * CHUNK_TOKENS
-        assert memory(kv, stop) == (line, total(line))
-        kept = kv.state_of(0).at(stop)[-1]
-        assert torch.equal(kept[: stop - line], values(line, stop))
-        assert not kept[stop - line :].any()
-    assert core.steps == []
-    out = torch.cat(outs)
-    assert torch.equal(out[:, 0], torch.arange(200.0) % CHUNK_TOKENS)
-    assert torch.equal(out[:, 1], values(0, 200)[:, 0].cumsum(0))
-
-
-def test_strict_mode_holds_wanted_states_without_rows() -> None:
-    core, kv = TracingSum(), new_kv(replay_dim=1)
-    forward(core, [(kv, 40, None)])
-    forward(core, [(kv, 160, None)], wanted=[64, 192])
-    assert core.scans == [(40, []), (200, [64, 192])]
-    for line in (64, 192):
-        assert memory(kv, line) == (line, total(line))
-        assert not kv.state_of(0).at(line)[-1].any()
-
-
-@pytest.mark.parametrize("replay_dim", [None, 1])
 @pytest.mark.parametrize("num_calls_before", [0, 1, 2, 3])
-def test_a_failed_forward_can_be_run_again(replay_dim: int | None, num_calls_before: int) -> None:
+def test_a_failed_forward_can_be_run_again(num_calls_before: int) -> None:
     class Failing(TracingSum):
         def _maybe_fail(self) -> None:
             if self.failures_left:
@@ -209,7 +175,7 @@ def test_a_failed_forward_can_be_run_again(replay_dim: int | None, num_calls_bef
                     raise RuntimeError("as asked")
 
     core = Failing()
-    kvs = [new_kv(replay_dim=replay_dim) for _ in range(4)]
+    kvs = [new_kv() for _ in range(4)]
     forward(core, [(kv, 70, None) for kv in kvs])
     before = [kv.state_of(0).at(70) for kv in kvs]
     copies = [[tensor.clone() for tensor in state] for state in before]
@@ -222,3 +188,47 @@ def test_a_failed_forward_can_be_run_again(replay_dim: int | None, num_calls_bef
     outs = forward(core, [(kv, 30, None) for kv in kvs])
     for out in outs:
         assert torch.equal(out[:, 1], values(0, 100)[70:, 0].cumsum(0) + total(70))
+
+
+@given(
+    cuts=st.sets(st.integers(1, 299), max_size=6), wanted=st.sets(st.integers(1, 320), max_size=4)
+)
+@settings(max_examples=30)
+def test_parts_keep_states_at_wanted_positions_and_at_ends(
+    cuts: set[int], wanted: set[int]
+) -> None:
+    kv = new_kv()
+    for stop in [*sorted(cuts), 300]:
+        start, neighbour = kv.num_tokens, new_kv()
+        segments = [
+            Segment(kv=neighbour, tokens=[0] * 2, num_logits=0),
+            Segment(kv=kv, tokens=[0] * (stop - start), num_logits=0),
+        ]
+        for each in (kv, neighbour):
+            each.begin_forward(sorted(wanted))
+        _, part = begin(Batch(segments), 0)
+        assert part.rows == slice(2, 2 + stop - start)
+        part.hold([walked(part, row) for row in part.stops])
+        inside = {at for at in wanted if start < at < stop}
+        assert set(kv.state_of(0).positions) == (inside | {start, stop}) - {0}
+        for position in (*inside, stop):
+            assert memory(kv, position) == (position, total(position))
+        kv.num_tokens = stop
+
+
+def walked(part: Part, row: int) -> State:
+    """Return what the state is before a row."""
+    [state] = part.state
+    count = float(state[0, 0, 0]) + row - part.rows.start
+    return _memory(torch.tensor(count), torch.tensor(total(int(count))))
+
+
+def test_a_piece_has_memory_of_its_own_for_every_state() -> None:
+    kv = new_kv()
+    kv.begin_forward([2])
+    [part] = begin(Batch([Segment(kv=kv, tokens=[0] * 5, num_logits=0)]), 0)
+    piece = part.piece(0)
+    assert [row for row, _ in piece.ends] == [2, 5]
+    assert piece.state_HKV is part.state[0]
+    places = {tensor.data_ptr() for tensor in (piece.state_HKV, *(t for _, t in piece.ends))}
+    assert len(places) == 3

@@ -7,7 +7,7 @@ import torch
 
 from prfaas.clock import monotonic_s
 from prfaas.engine.linear import Packing
-from prfaas.engine.numerics import candidate_packings
+from prfaas.engine.numerics import packing_of
 from prfaas.engine.options import WeightDtype
 from prfaas.server import verify
 from prfaas.server.verify import verify_node, verify_tokens
@@ -26,12 +26,12 @@ TOLERANCES: dict[Packing, float] = {"torch-bf16": 1.0, "torch-f32": 1e-3}
 def use_torch_on_cpu(monkeypatch: pytest.MonkeyPatch, packing: Packing, of: WeightDtype) -> None:
     """On the CPU, where no option does it, weights of the dtype `of` get torch's kernels."""
 
-    def candidates(dtype: WeightDtype, device: torch.device) -> tuple[Packing, ...]:
+    def packed(dtype: WeightDtype, device: torch.device) -> Packing:
         if device.type == "cpu" and dtype == of:
-            return (packing,)
-        return candidate_packings(dtype, device)
+            return packing
+        return packing_of(dtype, device)
 
-    monkeypatch.setattr("prfaas.engine.loader.candidate_packings", candidates)
+    monkeypatch.setattr("prfaas.engine.loader.packing_of", packed)
 
 
 async def ask(nodes: RealNodes, name: str, route: RouteName) -> RequestRecord:

@@ -1,11 +1,10 @@
 """The feed-forward of routed experts, and the shared part that every token takes.
 
-A row's bits depend on itself alone: its experts are chosen from its own scores, each expert's linear
-layers see row counts at which they are exact, and a row's outputs are added in ascending order of
-expert.
+A row's bits depend on itself alone: its experts are chosen from its own scores, and their outputs are
+added in ascending order of expert.
 
-Shapes: T tokens, D model dim, E experts, K experts of a token, P rows of all experts with padding,
-G groups of experts.
+Shapes: T tokens, D model dim, E experts, K experts of a token, P rows of all experts, G groups of
+experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from prfaas.engine.ffn_spec import MoeSpec
 from prfaas.engine.layers.gates import sigmoid
-from prfaas.engine.linear import Linear, Packing, padded_rows
+from prfaas.engine.linear import Linear
 
 EXPERTS_PER_GROUP_SCORE = 2
 """A group is as good as its best two experts together (DeepSeek-V3)."""
@@ -38,7 +37,6 @@ class MoeMlp:
         shared_gate: Linear | None,
         latent_in: Linear | None,
         latent_out: Linear | None,
-        packing: Packing,
     ) -> None:
         """Make the layer.
 
@@ -46,12 +44,11 @@ class MoeMlp:
             spec: how experts are chosen and weighted.
             router: x_TD -> scores [T, E], before a softmax or sigmoid.
             selection_bias_E: joins the scores for the choice, not for the weights.
-            experts: each takes and returns rows, as many as `packing` is exact for.
+            experts: each takes and returns rows.
             shared: the part that every token takes.
             shared_gate: x_TD -> [T, 1], whose sigmoid multiplies the shared part.
             latent_in: projects what the experts take; None: they take x_TD.
             latent_out: projects the experts' weighted sum.
-            packing: of the experts' linear layers.
         """
         self.spec = spec
         self.router = router
@@ -61,16 +58,10 @@ class MoeMlp:
         self.latent_in = latent_in
         self.latent_out = latent_out
         self._selection_bias_E = selection_bias_E
-        self._packing = packing
 
-    def __call__(self, x_TD: Tensor, num_rows: int | None = None) -> Tensor:
-        """Return the output rows.
-
-        Args:
-            x_TD: has a row count that the linear layers accept.
-            num_rows: the rows from it on are padding, which no expert computes; None: there are none.
-        """
-        chosen_TK, weights_TK = self.choose(self.router(x_TD)[:num_rows])
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """Return the output rows."""
+        chosen_TK, weights_TK = self.choose(self.router(x_TD))
         routed_TD = x_TD if self.latent_in is None else self.latent_in(x_TD)
         routed_TD = self._mix(routed_TD, chosen_TK, weights_TK)
         if self.latent_out is not None:
@@ -120,23 +111,14 @@ class MoeMlp:
         return selection_TGE.masked_fill(is_out_TG[..., None], float("-inf")).flatten(1)
 
     def _mix(self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the weighted sums of the experts' outputs, [T, D]; 0 for rows that chose none."""
+        """Return the weighted sums of the experts' outputs, [T, D]."""
         chosen = chosen_TK.cpu().numpy().ravel()
         order = np.argsort(chosen, kind="stable")  # by expert, then by token
         hit, counts = np.unique(chosen, return_counts=True)
-        sizes = [padded_rows(int(count), self._packing) for count in counts]
-        padding_before = np.cumsum(np.array(sizes) - counts) - (sizes - counts)
-        places = np.arange(len(order)) + np.repeat(padding_before, counts)
-        num_places = sum(sizes)
-        # Padding computes row 0 once more and adds it, weightless, to a row that is cut off.
-        rows, owners = np.zeros(num_places, np.int64), np.full(num_places, len(x_TD))
-        rows[places] = owners[places] = order // chosen_TK.shape[1]
-        weights = np.zeros((num_places, 1), np.float32)
-        weights[places, 0] = weights_TK.cpu().numpy().ravel()[order]
-        pieces = torch.split(x_TD[torch.from_numpy(rows)], sizes)
-        out_PD = torch.cat(
-            [self.experts[expert](piece) for expert, piece in zip(hit, pieces, strict=True)]
-        ).mul_(torch.from_numpy(weights).to(x_TD.device))
-        mixed_TD = x_TD.new_zeros(len(x_TD) + 1, out_PD.shape[1])
-        # index_add_ adds rows in order: expert by expert.
-        return mixed_TD.index_add_(0, torch.from_numpy(owners).to(x_TD.device), out_PD)[:-1]
+        order_P = torch.from_numpy(order).to(x_TD.device)
+        owners_P = order_P // chosen_TK.shape[1]
+        pieces = torch.split(x_TD[owners_P], counts.tolist())
+        outs = [self.experts[expert](piece) for expert, piece in zip(hit, pieces, strict=True)]
+        out_PD = torch.cat(outs).mul_(weights_TK.view(-1, 1)[order_P])
+        mixed_TD = x_TD.new_zeros(len(x_TD), out_PD.shape[1])
+        return mixed_TD.index_add_(0, owners_P, out_PD)  # in their order: expert by expert

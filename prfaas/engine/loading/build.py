@@ -1,14 +1,11 @@
 """Builds a model from its description and a checkpoint's tensors."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 from torch import Tensor
 
-from prfaas.engine.greedy_head import PANEL_OUTPUTS, GreedyHead
-from prfaas.engine.greedy_head import is_available as greedy_head_is_available
+from prfaas.engine.greedy_head import GreedyHead
 from prfaas.engine.kv import CPU
-from prfaas.engine.linear import TORCH_DTYPES, Packing
+from prfaas.engine.linear import WEIGHT_DTYPES, Packing, PanelLinear, is_exact
 from prfaas.engine.loading.checkpoint import TensorSource
 from prfaas.engine.loading.ffns import build_ffn
 from prfaas.engine.loading.mixers import add_ropes, build_mixer
@@ -45,25 +42,20 @@ def build_model(
     size = (spec.vocab_size, spec.hidden_size)
     embedding = weights.take(f"{names.embed_tokens}.weight", *size)
     is_tied = spec.has_tied_embeddings
-    if packing in TORCH_DTYPES:
-        embedding = embedding.to(TORCH_DTYPES[packing])  # one tensor with a tied head
+    if not is_exact(packing):
+        embedding = embedding.to(WEIGHT_DTYPES[packing])  # one tensor with a tied head
     head = embedding if is_tied else weights.take(f"{names.lm_head}.weight", *size)
-    # Packing is one thread's work for each matrix and lets go of the interpreter.
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        layers = pool.map(lambda index: _block(parts, index), range(len(spec.layers)))
-        lm_head = parts.pack(head, pool=pool)
-        greedy_head = None
-        is_large = head.numel() >= GREEDY_HEAD_WEIGHTS
-        has_panels = packing == "fbgemm-fp16" and len(head) % PANEL_OUTPUTS == 0
-        if is_large and has_panels and greedy_head_is_available():
-            scale = spec.logits_scale
-            greedy_head = GreedyHead(head, lm_head, logits_scale=scale, pool=pool)
+    layers = [_block(parts, index) for index in range(len(spec.layers))]
+    lm_head = parts.pack(head)
+    greedy_head = None
+    if isinstance(lm_head, PanelLinear) and head.numel() >= GREEDY_HEAD_WEIGHTS:
+        greedy_head = GreedyHead(lm_head, logits_scale=spec.logits_scale)
     return Model(
         spec,
         embed_tokens=Embedding(
-            weight=embedding, scale=spec.embedding_scale, is_half=packing == "fbgemm-fp16"
+            weight=embedding, scale=spec.embedding_scale, is_half=packing == "fma-fp16"
         ),
-        layers=list(layers),
+        layers=layers,
         norm=parts.hidden_norm(names.final_norm),
         lm_head=lm_head,
         greedy_head=greedy_head,

@@ -77,7 +77,6 @@ def _moe(parts: Parts, ffn: MoeSpec, prefix: str) -> MoeMlp:
         shared_gate=shared_gate,
         latent_in=latent_in,
         latent_out=latent_out,
-        packing=parts.packing,
     )
 
 

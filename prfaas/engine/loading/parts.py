@@ -4,7 +4,6 @@ Shapes: N outputs (rows), K inputs.
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import torch
@@ -107,11 +106,9 @@ class Parts:
         bias = self.weights.take(f"{name}.bias", num_outputs) if has_bias else None
         return self.pack(weight, bias)
 
-    def pack(
-        self, weight_NK: Tensor, bias_N: Tensor | None = None, *, pool: Executor | None = None
-    ) -> Linear:
+    def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
         """Return a linear layer in the model's packing; the tensors may be freed."""
-        return pack(weight_NK, self.packing, bias_N, pool=pool)
+        return pack(weight_NK, self.packing, bias_N)
 
     def vector(self, name: str, *shape: int) -> Tensor:
         """Return a small tensor as float32 memory of its own."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from prfaas.engine.layers.mlp import SLAB_ROWS, GatedMlp, PlainMlp, activated
-from prfaas.engine.linear import Packing, padded_rows
 from prfaas.engine.model_spec import Activation
 from tests.engine.second_device import second_device
 
@@ -96,10 +95,3 @@ def test_a_plain_layer_has_no_gate() -> None:
     x = torch.randn(SLAB_ROWS + 8, 32)
     expected = F.relu(x.double() @ up.T.double()).square() @ down.T.double()
     torch.testing.assert_close(mlp(x).double(), expected, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize("packing", ["fbgemm-fp16", "onednn-f32", "padded-f32"])
-def test_what_a_slab_leaves_is_a_row_count_the_linear_layers_accept(packing: Packing) -> None:
-    for num_rows in range(SLAB_ROWS + 1, SLAB_ROWS + 40):
-        left = padded_rows(num_rows, packing) - SLAB_ROWS
-        assert padded_rows(left, packing) == left

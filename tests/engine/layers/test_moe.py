@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,19 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from prfaas.engine.batch import Batch, Segment
 from prfaas.engine.ffn_spec import MoeSpec
 from prfaas.engine.layers.mlp import GatedMlp, PlainMlp
 from prfaas.engine.layers.moe import MoeMlp
-from prfaas.engine.linear import Linear, Packing, is_available, pack, padded_rows
-from prfaas.engine.mixer_spec import NoMixerSpec
-from prfaas.engine.model import Block, Residual
-from prfaas.engine.model_spec import ResidualSpec
-from prfaas.engine.sequence_kv import SequenceKv
+from prfaas.engine.linear import ExactPacking, Linear, Packing, pack
 
-PACKINGS: list[Packing] = [
-    packing for packing in ("onednn-f32", "padded-f32", "fbgemm-fp16") if is_available(packing)
-]
+PACKINGS = get_args(ExactPacking)
 HIDDEN, WIDTH = 32, 24
 QWEN = MoeSpec(
     num_experts=128,
@@ -119,7 +112,6 @@ class Weights:
             shared_gate=linear(self.shared_gate) if spec.has_shared_gate else None,
             latent_in=linear(self.latent_in) if spec.latent_size else None,
             latent_out=linear(self.latent_out) if spec.latent_size else None,
-            packing=packing,
         )
 
     def _ffn(
@@ -202,14 +194,14 @@ def rows(num_rows: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("name", SPECS)
 def test_the_output_is_the_weighted_sum_of_the_chosen_experts(name: str) -> None:
     weights, x = Weights(SPECS[name]), rows(48)
-    ours = weights.build("padded-f32")(x)
+    ours = weights.build("fma-f32")(x)
     torch.testing.assert_close(ours.double(), weights.reference(x), rtol=1e-4, atol=1e-4)
 
 
 def test_groups_limit_the_choice() -> None:
     x = rows(48)
-    limited = Weights(KIMI).build("padded-f32")
-    free = Weights(replace(KIMI, num_groups=1, groups_per_token=1)).build("padded-f32")
+    limited = Weights(KIMI).build("fma-f32")
+    free = Weights(replace(KIMI, num_groups=1, groups_per_token=1)).build("fma-f32")
     assert not torch.equal(limited(x), free(x))
     chosen, _ = limited.choose(limited.router(x))
     assert all(len(set(row.tolist())) <= KIMI.groups_per_token for row in chosen // 8)
@@ -218,7 +210,7 @@ def test_groups_limit_the_choice() -> None:
 def test_the_selection_bias_does_not_weigh() -> None:
     weights = Weights(replace(MINIMAX, is_renormalised=False))
     x = rows(16)
-    moe = weights.build("padded-f32")
+    moe = weights.build("fma-f32")
     chosen, found = moe.choose(moe.router(x))
     scores = (x @ weights.router.T).sigmoid()
     torch.testing.assert_close(found, scores.gather(1, chosen), rtol=1e-5, atol=1e-6)
@@ -233,33 +225,28 @@ def test_a_rows_bits_depend_on_itself_alone(
     name: str, packing: Packing, data: st.DataObject
 ) -> None:
     moe = Weights(SPECS[name]).build(packing)
-    whole_x = rows(padded_rows(130, packing))
+    whole_x = rows(130)
     whole = moe(whole_x)
     picked = data.draw(st.lists(st.integers(0, 129), min_size=1, max_size=40), label="rows")
-    padding = padded_rows(len(picked), packing) - len(picked)
-    x = torch.cat([whole_x[picked], rows(padding, seed=7)])
-    assert torch.equal(moe(x)[: len(picked)], whole[picked])
-    assert torch.equal(moe(x, len(picked))[: len(picked)], whole[picked])
+    assert torch.equal(moe(whole_x[picked]), whole[picked])
 
 
-def test_padding_rows_reach_no_expert() -> None:
-    moe = Weights(QWEN).build("padded-f32")
-    seen: list[int] = []
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_an_expert_computes_the_rows_that_chose_it_and_no_others(num_rows: int) -> None:
+    moe, x = Weights(QWEN).build("fma-f32"), rows(num_rows)
+    seen = [0] * QWEN.num_experts
 
-    def counting(expert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def counting(index: int, expert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def call(x: Tensor) -> Tensor:
-            seen.append(len(x))
+            seen[index] += len(x)
             return expert(x)
 
         return call
 
-    moe.experts = [counting(expert) for expert in moe.experts]
-    residual = Residual(spec=ResidualSpec(), pre_norm=None, post_norm=None)
-    block = Block(mixer=None, mixer_residual=None, ffn=moe, ffn_residual=residual)
-    kv = SequenceKv([NoMixerSpec()], capacity_tokens=64, block_tokens=64)
-    batch = Batch([Segment(kv=kv, tokens=[0], num_logits=0)], "padded-f32")
-    block.add_to(rows(8), batch, 0, lambda: None)
-    assert seen == [8] * QWEN.experts_per_token
+    moe.experts = [counting(index, expert) for index, expert in enumerate(moe.experts)]
+    moe(x)
+    chosen_TK, _ = moe.choose(moe.router(x))
+    assert seen == torch.bincount(chosen_TK.flatten(), minlength=QWEN.num_experts).tolist()
 
 
 def load(module: Any, **tensors: Tensor | None) -> Any:
@@ -376,5 +363,5 @@ def test_the_layer_is_transformers(spec: MoeSpec, theirs: Callable[[Weights], An
     with torch.no_grad():
         expected = theirs(weights)(x[None])
     expected = expected[0] if isinstance(expected, tuple) else expected
-    ours = weights.build("padded-f32")(x)
+    ours = weights.build("fma-f32")(x)
     torch.testing.assert_close(ours, expected.view(ours.shape), rtol=1e-4, atol=1e-5)

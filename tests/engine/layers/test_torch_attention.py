@@ -72,7 +72,7 @@ def attended(
             Segment(kv=other, tokens=[0], num_logits=0),
             Segment(kv=kv, tokens=[0] * (stop - start), num_logits=0),
         ]
-        batch = Batch(segments, "torch-f32", place)
+        batch = Batch(segments, place)
         parts = [torch.cat([part[:1], part[start:stop]]).to(place) for part in (q_THGK, *rows_THK)]
         batch.write_kv(0, *parts[1:])
         out_THGV = parts[0].new_empty(*parts[0].shape[:3], values)

@@ -18,7 +18,7 @@ def test_every_family_of_the_registry_has_names() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tensors_are_as_many_numbers_as_the_description_counts(family: Family) -> None:
     model, recorder = model_from_hf(tiny_config(family)), Recorder()
-    build_model(model, recorder, "padded-f32", model_fingerprint="")
+    build_model(model, recorder, "fma-f32", model_fingerprint="")
     stored = sum(
         torch.Size(shape).numel()
         for name, shape in recorder.shapes.items()
