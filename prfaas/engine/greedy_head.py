@@ -50,7 +50,7 @@ class GreedyHead:
             return None
         floors_M = found.lower_MQ.numpy().max(axis=1)
         if self._logits_scale != 1.0:
-            floors_M = _lowest_equal(floors_M, self._logits_scale)
+            floors_M = lowest_equal(floors_M, self._logits_scale)
         could_Q = (found.upper_MQ.numpy() >= floors_M[:, None]).any(axis=0)
         left_C = np.flatnonzero(could_Q)
         if not 0 < len(left_C) <= MAX_PANELS:
@@ -82,7 +82,7 @@ class GreedyHead:
         return self.largest(x_MD) in (None, filled_MV.argmax(axis=1).tolist())
 
 
-def _lowest_equal(floors_M: Float32s, scale: np.float32) -> Float32s:
+def lowest_equal(floors_M: Float32s, scale: np.float32) -> Float32s:
     """Return what is not above any float32 that `scale` takes to where it takes a floor, or higher."""
     with np.errstate(over="ignore", invalid="ignore"):
         scaled_M = floors_M * scale

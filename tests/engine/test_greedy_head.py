@@ -1,21 +1,24 @@
-"""The largest logit, found from integers: always the one that all logits give."""
+"""The largest logit, found from 8 bits a weight: always the one that all logits give."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from prfaas.engine import greedy_head
-from prfaas.engine.greedy_head import GreedyHead
-from prfaas.engine.linear import is_available, pack, padded_rows
-from prfaas.engine.model import Segment
+from prfaas.engine.greedy_head import MAX_ROWS, GreedyHead, lowest_equal
+from prfaas.engine.linear import Packing, PanelLinear, pack
+from prfaas.engine.model import Model, Segment
+from prfaas.engine.native.int8 import Int8Panels, round_panels
+from prfaas.engine.native.product import PANEL_OUTPUTS, product
 from prfaas.engine.numerics import numerics_fingerprint
 from tests.engine.running import GREEDY, SEEDED, Node, plain_answer, prompt_of, tiny
 
-pytestmark = pytest.mark.skipif(not is_available("fbgemm-fp16"), reason="the head is of fbgemm")
+PACKINGS = st.sampled_from(["fma-fp16", "fma-f32"])
 
 
 def head_of(num_ids: int, num_inputs: int, seed: int, *, has_outliers: bool = False) -> Tensor:
@@ -26,109 +29,164 @@ def head_of(num_ids: int, num_inputs: int, seed: int, *, has_outliers: bool = Fa
     return weight_VD
 
 
-def greedy_of(weight_VD: Tensor) -> GreedyHead:
-    return GreedyHead(weight_VD, pack(weight_VD, "fbgemm-fp16"))
+def packed(weight_VD: Tensor, packing: Packing = "fma-fp16") -> PanelLinear:
+    head = pack(weight_VD, packing)
+    assert isinstance(head, PanelLinear)
+    return head
+
+
+def packed_head(model: Model) -> PanelLinear:
+    assert isinstance(model.lm_head, PanelLinear)
+    return model.lm_head
+
+
+def expected_ids(head: PanelLinear, x_MD: Tensor, scale: float = 1.0) -> list[int]:
+    """Return what the logits say that the model gives."""
+    ids: list[int] = head(x_MD).mul_(scale).numpy().argmax(axis=1).tolist()
+    return ids
 
 
 def near_rows(weight_VD: Tensor, num_rows: int, seed: int, noise: float) -> Tensor:
-    """Return rows that point to random rows of the head, padded as the head asks."""
+    """Return rows that point to random rows of the head."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, len(weight_VD), (num_rows,), generator=generator)
     rows = weight_VD[ids] * 40.0
-    rows = rows + torch.randn(rows.shape, generator=generator) * noise
-    return torch.cat([rows, rows[:1].expand(padded_rows(num_rows, "fbgemm-fp16") - num_rows, -1)])
+    return rows + torch.randn(rows.shape, generator=generator) * noise
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 1 << 16),
-    num_ids=st.sampled_from([64, 208, 1008]),
-    num_inputs=st.sampled_from([48, 64, 160, 640]),
+    num_ids=st.sampled_from([1, 17, 64, 203, 1008]),
+    num_inputs=st.sampled_from([5, 48, 160, 640]),
     num_rows=st.integers(1, 9),
     noise=st.sampled_from([0.0, 0.5, 2.0, 20.0]),
     has_outliers=st.booleans(),
+    packing=PACKINGS,
 )
 def test_the_largest_is_that_of_all_logits(
-    seed, num_ids, num_inputs, num_rows, noise, has_outliers
+    seed, num_ids, num_inputs, num_rows, noise, has_outliers, packing
 ):
     weight_VD = head_of(num_ids, num_inputs, seed, has_outliers=has_outliers)
-    x_TD = near_rows(weight_VD, num_rows, seed + 1, noise)
-    expected = pack(weight_VD, "fbgemm-fp16")(x_TD)[:num_rows].numpy().argmax(axis=1)
-    assert greedy_of(weight_VD).largest(x_TD, num_rows) == expected.tolist()
+    head, x_MD = packed(weight_VD, packing), near_rows(weight_VD, num_rows, seed + 1, noise)
+    assert GreedyHead(head).largest(x_MD) == expected_ids(head, x_MD)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 16),
+    change=st.sampled_from([0.0, 2.0**-24, 2.0**-12, 2.0**-9]),
+    weight_power=st.integers(-20, 13),
+    row_power=st.integers(-40, 40),
+    scale=st.sampled_from([1.0, 1 / 6, 0.25, 30.0, 1e-30, 1e30]),
+    packing=PACKINGS,
+)
+def test_ids_that_8_bits_cannot_tell_apart_are_told_apart(
+    seed, change, weight_power, row_power, scale, packing
+):
+    generator = torch.Generator().manual_seed(seed)
+    weight_VD = torch.randn(208, 96, generator=generator)
+    twins = torch.randperm(208, generator=generator)[:12]
+    weight_VD[twins] = weight_VD[0] * (1.5 + change * torch.randn(12, 96, generator=generator))
+    weight_VD *= 2.0**weight_power
+    x_MD = (weight_VD[:1] + 0.1 * weight_VD[1:4]) / weight_VD[0].norm() * 2.0**row_power
+    head = packed(weight_VD, packing)
+    found = GreedyHead(head, logits_scale=scale).largest(x_MD)
+    logits_MV = head(x_MD).mul_(scale)
+    if logits_MV.isfinite().all():
+        assert found == expected_ids(head, x_MD, scale)
+    else:
+        assert found is None
+
+
+def test_logits_below_zero_have_a_largest_among_the_ids_there_are():
+    weight_VD = head_of(37, 64, 8).abs()  # behind id 36 the last panel has zeros
+    head, x_MD = packed(weight_VD), -torch.rand(3, 64) - 0.1
+    assert GreedyHead(head).largest(x_MD) == expected_ids(head, x_MD)
 
 
 def test_of_equal_logits_the_smallest_id_is_the_largest_ones():
     weight_VD = head_of(304, 64, 0)
     weight_VD[[290, 17, 130]] = weight_VD[5] * 2.0
-    x_TD = (weight_VD[17] * 10.0).expand(3, -1).contiguous()
-    assert greedy_of(weight_VD).largest(x_TD, 1) == [17]
+    x_MD = weight_VD[17:18] * 10.0
+    assert GreedyHead(packed(weight_VD)).largest(x_MD) == [17]
 
 
-@pytest.mark.parametrize("max_candidates", [0, 256])
-def test_logits_that_scaling_makes_equal_are_equal(monkeypatch, max_candidates):
-    monkeypatch.setattr(greedy_head, "MAX_CANDIDATES", max_candidates)
+def test_logits_that_scaling_makes_equal_are_equal():
     weight_VD = head_of(128, 256, 6) * 0.1
     weight_VD[[5, 90]] = 0.0
     weight_VD[[5, 90], 0] = 14.0
     weight_VD[90, 1] = 1.0  # a logit of 14 and one float more: a sixth of both is the same float
-    x_TD = torch.zeros(3, 256)
-    x_TD[:, 0], x_TD[:, 1] = 1.0, 2.0**-20
-    head = pack(weight_VD, "fbgemm-fp16")
-    assert GreedyHead(weight_VD, head).largest(x_TD, 1) == [90]
-    assert GreedyHead(weight_VD, head, logits_scale=1 / 6).largest(x_TD, 1) == [5]
+    x_MD = torch.zeros(1, 256)
+    x_MD[:, 0], x_MD[:, 1] = 1.0, 2.0**-20
+    head = packed(weight_VD)
+    assert GreedyHead(head).largest(x_MD) == [90]
+    assert GreedyHead(head, logits_scale=1 / 6).largest(x_MD) == [5]
 
 
-def test_candidates_have_the_bits_of_the_head():
-    weight_VD = head_of(9008, 640, 1)  # more than a shard, and than fbgemm's 512 inputs
-    head, greedy = pack(weight_VD, "fbgemm-fp16"), greedy_of(weight_VD)
-    for num_rows in (3, 6, 9, 12):
-        x_TD = torch.randn(num_rows, 640, generator=torch.Generator().manual_seed(num_rows))
-        for num_ids in (1, 15, 16, 50):
-            ids = torch.arange(num_ids) * 173
-            assert torch.equal(greedy.score(x_TD, ids), head(x_TD)[:, ids])
+@settings(max_examples=300, deadline=None)
+@given(
+    value=st.floats(-(2.0**100), 2.0**100, width=32),
+    scale=st.floats(2.0**-100, 2.0**100, width=32),
+    steps=st.integers(1, 40),
+)
+def test_no_float_below_the_floor_is_scaled_as_high(value, scale, steps):
+    floor, factor = np.array([value], np.float32), np.float32(scale)
+    with np.errstate(over="ignore", under="ignore"):
+        scaled = floor * factor
+        assume(np.isfinite(scaled))
+        below = lowest_equal(floor, factor)
+        assert below <= floor
+        for _ in range(steps):
+            below = np.nextafter(below, np.float32(-np.inf))
+        assert below * factor < scaled
 
 
 def test_few_ids_are_left_to_the_head(monkeypatch):
     weight_VD = head_of(20_000, 128, 2)
-    x_TD = near_rows(weight_VD, 4, 3, 0.5)
+    head, x_MD = packed(weight_VD), near_rows(weight_VD, 4, 3, 0.5)
     scored: list[int] = []
-    score = GreedyHead.score
 
-    def counting(self: GreedyHead, x_TD: Tensor, ids_N: Tensor) -> Tensor:
-        scored.append(len(ids_N))
-        return score(self, x_TD, ids_N)
+    def counting(x_MD: Tensor, panels_QDP: Tensor, num_outputs: int) -> Tensor:
+        scored.append(num_outputs)
+        return product(x_MD, panels_QDP, num_outputs)
 
-    monkeypatch.setattr(GreedyHead, "score", counting)
-    assert greedy_of(weight_VD).largest(x_TD, 4) is not None
+    monkeypatch.setattr(greedy_head, "product", counting)
+    assert GreedyHead(head).largest(x_MD) == expected_ids(head, x_MD)
     assert len(scored) == 1
-    assert scored[0] < 100
+    assert scored[0] <= 8 * PANEL_OUTPUTS
 
 
-@pytest.mark.parametrize("value", [0.0, 3e-23, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0.0, 3e-23, 1e30, float("nan"), float("inf")])
 def test_a_row_that_proves_nothing_is_left_to_the_head(value):
-    greedy = greedy_of(head_of(128, 64, 4))
-    assert greedy.largest(torch.full((3, 64), value), 1) is None
+    x_MD = torch.ones(3, 64)
+    x_MD[1] = value
+    assert GreedyHead(packed(head_of(128, 64, 4))).largest(x_MD) is None
 
 
-def test_a_row_with_many_candidates_gets_all_logits_and_the_others_do_not(monkeypatch):
-    monkeypatch.setattr(greedy_head, "MAX_CANDIDATES", 8)
-    weight_VD = head_of(128, 64, 5)
-    weight_VD[32:64] = weight_VD[32]  # all are the largest for a row like them
-    head, sizes = pack(weight_VD, "fbgemm-fp16"), []
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_have_no_largest(value):
+    weight_VD = head_of(128, 64, 4)
+    weight_VD[70, 3] = value
+    assert GreedyHead(packed(weight_VD, "fma-f32")).largest(torch.ones(1, 64)) is None
 
-    def noting(x_TD: Tensor) -> Tensor:
-        sizes.append(len(x_TD))
-        return head(x_TD)
 
-    x_TD = weight_VD[[3, 40, 100, 101, 50, 7]] * 10.0
-    assert GreedyHead(weight_VD, noting).largest(x_TD, 6) == [3, 32, 100, 101, 32, 7]
-    assert sizes == [padded_rows(2, "fbgemm-fp16")]
+def test_many_rows_or_candidates_are_left_to_the_head(monkeypatch):
+    weight_VD = head_of(256, 64, 5)
+    weight_VD[32:200] = weight_VD[32]  # all are the largest for a row like them
+    greedy = GreedyHead(packed(weight_VD))
+    rows_MD = weight_VD[[40] * (MAX_ROWS + 1)] * 10.0
+    assert greedy.largest(rows_MD) is None
+    assert greedy.largest(rows_MD[1:]) == [32] * MAX_ROWS
+    monkeypatch.setattr(greedy_head, "MAX_PANELS", 8)
+    assert greedy.largest(rows_MD[:1]) is None
+    assert greedy.largest(weight_VD[:1] * 10.0) == [0]
 
 
 @pytest.fixture
 def gemma(monkeypatch):
     model = tiny("gemma3", "float16")
-    monkeypatch.setattr(model, "greedy_head", GreedyHead(model.embed_tokens.weight, model.lm_head))
+    monkeypatch.setattr(model, "greedy_head", GreedyHead(packed_head(model)))
     return model
 
 
@@ -136,8 +194,8 @@ def test_greedy_answers_are_the_same_with_and_without_it(gemma, monkeypatch):
     found: list[int] = []
     largest = GreedyHead.largest
 
-    def noting(self: GreedyHead, x_TD: Tensor, num_rows: int) -> list[int] | None:
-        ids = largest(self, x_TD, num_rows)
+    def noting(self: GreedyHead, x_MD: Tensor) -> list[int] | None:
+        ids = largest(self, x_MD)
         found.extend(ids or [])
         return ids
 
@@ -160,11 +218,22 @@ def test_a_model_gives_logits_where_its_greedy_head_cannot_tell(gemma, monkeypat
     assert torch.equal(logits, gemma.forward([again]))
 
 
-def test_one_with_other_bits_is_not_used(gemma):
+def test_one_of_another_head_is_not_used(gemma):
     fingerprint = numerics_fingerprint(gemma)
     assert gemma.greedy_head is not None
-    gemma.greedy_head = greedy_of(gemma.embed_tokens.weight * 1.5)
+    gemma.greedy_head = GreedyHead(packed(gemma.embed_tokens.weight * 1.5))
     assert numerics_fingerprint(gemma) == fingerprint
+    assert gemma.greedy_head is None
+
+
+def test_one_whose_bounds_do_not_hold_is_not_used(gemma, monkeypatch):
+    def careless(panels_QKP: Tensor, num_outputs: int) -> Int8Panels:
+        panels = round_panels(panels_QKP, num_outputs)
+        return replace(panels, errors_QP=panels.errors_QP * 0.05)
+
+    monkeypatch.setattr(greedy_head, "round_panels", careless)
+    gemma.greedy_head = GreedyHead(packed_head(gemma))
+    numerics_fingerprint(gemma)
     assert gemma.greedy_head is None
 
 
