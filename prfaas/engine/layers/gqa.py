@@ -63,32 +63,31 @@ class GqaMixer:
         if qk_norm is not None and spec.qk_norm_span == "all_heads":
             heads = torch.split(qk_norm.weight, [spec.num_heads, spec.num_kv_heads])
             self._spans = tuple(qk_norm.with_weight(part.flatten()) for part in heads)
+        num_q, num_kv, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        first_value = (num_q + num_kv) * head_dim
+        self._first_gate = first_value + num_kv * spec.value_dim
+        self._qk_heads = _view(0, num_q + num_kv, head_dim)
+        self._queries = _view(0, num_kv, num_q // num_kv, head_dim)
+        self._keys = _view(num_q * head_dim, num_kv, head_dim)
+        self._values = _view(first_value, num_kv, spec.value_dim)
+        self._outputs = _view(0, num_kv, num_q // num_kv, spec.value_dim)
 
     def __call__(
         self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
     ) -> Tensor:
         """Return the mixer's output rows; calls `on_written` once all K and V are in place."""
         spec = self.spec
-        num_heads, num_kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv_TN = self.qkv_proj(x_TD)
-        first_value = (num_heads + num_kv_heads) * head_dim
         qk_THK = self._turned(qkv_TN, None if self.rope is None else batch.rope(self.rope))
-        v_THV = _rows(qkv_TN, first_value, num_kv_heads, spec.value_dim)
+        v_THV = self._values(qkv_TN)
         if spec.value_scale != 1.0:
             v_THV = v_THV * spec.value_scale
-        k_THK = _rows(qk_THK, num_heads * head_dim, num_kv_heads, head_dim)
-        batch.write_kv(layer, k_THK, v_THV)
+        batch.write_kv(layer, self._keys(qk_THK), v_THV)
         on_written()
         out_TD = x_TD.new_empty(x_TD.shape[0], spec.num_heads * spec.value_dim)
-        num_groups = num_heads // num_kv_heads
-        self.attend(
-            _rows(qk_THK, 0, num_kv_heads, num_groups, head_dim),
-            batch,
-            layer,
-            _rows(out_TD, 0, num_kv_heads, num_groups, spec.value_dim),
-        )
+        self.attend(self._queries(qk_THK), batch, layer, self._outputs(out_TD))
         if spec.has_output_gate:
-            multiply_by_gate(out_TD, qkv_TN[:, first_value + num_kv_heads * spec.value_dim :])
+            multiply_by_gate(out_TD, qkv_TN[:, self._first_gate :])
         return self.o_proj(out_TD)
 
     def _turned(self, qkv_TN: Tensor, turns_T1C: Tensor | None) -> Tensor:
@@ -99,22 +98,26 @@ class GqaMixer:
             q_norm, k_norm = self._spans
             q_TN, k_TN = qkv_TN[:, :num_q], qkv_TN[:, num_q : num_q + num_k]
             qkv_TN, qk_norm = torch.cat([q_norm(q_TN), k_norm(k_TN)], dim=1), None
-        qk_THK = _rows(qkv_TN, 0, spec.num_heads + spec.num_kv_heads, spec.head_dim)
+        qk_THK = self._qk_heads(qkv_TN)
         if qk_norm is None:
             return qk_THK if turns_T1C is None else rotate(qk_THK, turns_T1C)
         return qk_norm(qk_THK) if turns_T1C is None else qk_norm.turned(qk_THK, turns_T1C)
 
 
-def _rows(rows_TX: Tensor, first: int, *shape: int) -> Tensor:
-    """Return the elements of each row from `first` on as [T, *shape]: a view.
+def _view(first: int, *shape: int) -> Callable[[Tensor], Tensor]:
+    """Return what sees the elements of each row from `first` on as [T, *shape].
 
     A slice of a view of heads takes three calls, of which each costs as much as a small kernel.
     """
     strides = [1]
     for size in shape[:0:-1]:
         strides.insert(0, strides[0] * size)
-    return rows_TX.as_strided(
-        (rows_TX.shape[0], *shape),
-        (rows_TX.stride(0), *strides),
-        rows_TX.storage_offset() + first,
-    )
+
+    def view(rows_TX: Tensor) -> Tensor:
+        return rows_TX.as_strided(
+            (rows_TX.shape[0], *shape),
+            (rows_TX.stride(0), *strides),
+            rows_TX.storage_offset() + first,
+        )
+
+    return view

@@ -57,7 +57,7 @@ class RowNorm:
     def add_to(self, stream_TK: Tensor, x_TK: Tensor, scale: float) -> None:
         """Add the normed rows times `scale` to the stream, in place: fma(normed, scale, stream)."""
         assert stream_TK.shape == x_TK.shape
-        assert stream_TK.dtype == torch.float32
+        assert stream_TK.dtype is torch.float32
         token_stride, stride = stream_TK.stride()
         assert stride == 1
         self._run(_NORMED_ADDED, x_TK, 0, stream_TK, (token_stride, 0), scale)
@@ -136,7 +136,7 @@ def rotate(x_THK: Tensor, turns_T1C: Tensor) -> Tensor:
 
 def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
     """Return tokens, their stride, heads, their stride and the width of x_TK or x_THK."""
-    assert x.dtype == torch.float32
+    assert x.dtype is torch.float32
     if x.dim() == 2:
         tokens, width = x.shape
         heads = 1
@@ -151,10 +151,10 @@ def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
 
 def _turns_at(x_THK: Tensor, turns_T1C: Tensor) -> int:
     num_tokens, _, width = x_THK.shape
-    assert turns_T1C.shape == (num_tokens, 1, width // 2)
-    assert turns_T1C.dtype == torch.complex64
+    assert turns_T1C.shape[0] == num_tokens
+    assert turns_T1C.numel() * 2 == num_tokens * width
+    assert turns_T1C.dtype is torch.complex64
     assert turns_T1C.is_contiguous()
-    assert width % 2 == 0
     return turns_T1C.data_ptr()
 
 
