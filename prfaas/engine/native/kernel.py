@@ -5,6 +5,9 @@ with them. Which thread takes which unit is left to chance and must not matter t
 """
 
 import ctypes
+import mmap
+import os
+import platform
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +33,8 @@ from prfaas.engine.native.code import (
     Pointer,
     Value,
 )
+from prfaas.errors import ConfigError
+from prfaas.log import get_logger
 
 Argument = Literal["int", "float", "int8*", "bfloat16*", "float16*", "float32*", "int64*"]
 ELEMENTS: dict[str, ir.Type] = {
@@ -41,6 +46,8 @@ ELEMENTS: dict[str, ir.Type] = {
 }
 OPTIMIZATION_LEVEL = 2
 """At 3, or with loops unrolled, compiling takes twice as long and kernels are no faster."""
+X86_FEATURES = ("avx2", "fma", "f16c")
+"""Without them LLVM calls functions that no library has, and ends the process when it finds none."""
 _compiling = Lock()
 
 
@@ -151,12 +158,21 @@ class Kernel:
         self._engine: Any = None
 
     def __call__(self, *values: float, threads: int | None = None) -> None:
-        """Run it on torch's threads, or on `threads` of them."""
+        """Run it on torch's threads; it returns when all is done, and lets go of the interpreter.
+
+        Args:
+            values: of the arguments.
+            threads: 1 for work that is done before others have woken up. OpenMP keeps a team of the
+                size it had last: another size than 1 and torch's own costs new threads at every change.
+
+        Raises:
+            ConfigError: at the first call: this machine cannot run kernels.
+        """
         run = self._run or self.compile()
         run(self._pack(*values), threads or torch.get_num_threads())
 
     def compile(self) -> Callable[[bytes, int], None]:
-        """Make the machine code, once."""
+        """Make the machine code, once; raises as the first call does."""
         with _compiling:
             if self._run is None:
                 self._engine = _machine_code(self.llvm_ir())
@@ -197,8 +213,10 @@ class Kernel:
 def _openmp() -> ctypes.CDLL | None:
     """Return the OpenMP library that torch has loaded, if it can be called as GNU's is."""
     loaded = ctypes.CDLL(None)
-    has_all = hasattr(loaded, "GOMP_parallel") and hasattr(loaded, "omp_get_thread_num")
-    return loaded if has_all else None
+    if hasattr(loaded, "GOMP_parallel") and hasattr(loaded, "omp_get_thread_num"):
+        return loaded
+    get_logger().warning("kernels.single_threaded")
+    return None
 
 
 def _not_parallel() -> int:
@@ -209,7 +227,17 @@ _thread_zero = ctypes.CFUNCTYPE(ctypes.c_int)(_not_parallel)
 
 
 @cache
-def _target() -> Any:
+def _prepare() -> None:
+    """Have LLVM know this machine and the functions that kernels call.
+
+    Raises:
+        ConfigError: LLVM would end the process here.
+    """
+    features = llvm.get_host_cpu_features()
+    if platform.machine() == "x86_64" and not all(features.get(name) for name in X86_FEATURES):
+        names = ", ".join(X86_FEATURES)
+        raise ConfigError(f"this CPU ({llvm.get_host_cpu_name()}) lacks one of {names}")
+    _require_executable_memory()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     openmp = _openmp()
@@ -218,16 +246,34 @@ def _target() -> Any:
     if openmp is not None:
         parallel = ctypes.cast(openmp.GOMP_parallel, ctypes.c_void_p).value
         llvm.add_symbol("GOMP_parallel", parallel)
-    return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten(),
-        opt=OPTIMIZATION_LEVEL,
-    )
+
+
+def _require_executable_memory() -> None:
+    """Do what LLVM does with every kernel: write a page, then make it executable."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        start = ctypes.c_char.from_buffer(page)
+        protection = mmap.PROT_READ | mmap.PROT_EXEC
+        failed = libc.mprotect(ctypes.addressof(start), mmap.PAGESIZE, protection)
+        del start  # or the page cannot be closed
+    if failed:
+        raise ConfigError(
+            "this process may not make memory executable, which kernels compiled at start need "
+            f"({os.strerror(ctypes.get_errno())}); look for MemoryDenyWriteExecute= of systemd, "
+            "SELinux's execmem or a seccomp filter"
+        )
 
 
 def _machine_code(source: str) -> Any:
     """Return an engine that holds the compiled module."""
-    machine = _target()
+    _prepare()
+    # The engine takes the target machine with it when it goes, so each has its own.
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(),
+        features=llvm.get_host_cpu_features().flatten(),
+        opt=OPTIMIZATION_LEVEL,
+    )
     module = llvm.parse_assembly(source)
     module.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=OPTIMIZATION_LEVEL)
