@@ -48,18 +48,19 @@ class GreedyHead:
         num_rows = len(x_MD)
         if num_rows > MAX_ROWS or (found := bounds(x_MD, self._rounded)) is None:
             return None
-        floors_M = found.lower_MQ.numpy().max(axis=1)
+        floors_M = found.floor_M
         if self._logits_scale != 1.0:
             floors_M = lowest_equal(floors_M, self._logits_scale)
-        could_Q = (found.upper_MQ.numpy() >= floors_M[:, None]).any(axis=0)
-        left_C = np.flatnonzero(could_Q)
+        left_C = np.flatnonzero((found.upper_MQ >= floors_M[:, None]).any(axis=0))
         if not 0 < len(left_C) <= MAX_PANELS:
             return None
         num_left = len(left_C) * PANEL_OUTPUTS
-        logits_MN = product(x_MD, self._panels_QDP[from_numpy(left_C)], num_left).numpy()
+        panels_CDP = from_numpy(self._panels_QDP.numpy()[left_C])  # torch would wake other threads
+        logits_MN = product(x_MD, panels_CDP, num_left).numpy()
         logits_MN *= self._logits_scale
-        if left_C[-1] == len(could_Q) - 1:  # behind the last id the panel is filled up
-            logits_MN = logits_MN[:, : num_left - len(could_Q) * PANEL_OUTPUTS + self._vocab_size]
+        num_panels = len(self._panels_QDP)
+        if left_C[-1] == num_panels - 1:  # behind the last id the panel is filled up
+            logits_MN = logits_MN[:, : num_left - num_panels * PANEL_OUTPUTS + self._vocab_size]
         best_M = logits_MN.argmax(axis=1)
         if not np.isfinite(logits_MN[np.arange(num_rows), best_M]).all():
             return None
@@ -74,8 +75,8 @@ class GreedyHead:
         peaks_MQ = filled_MV.reshape(num_rows, num_panels, PANEL_OUTPUTS).max(axis=2)
         found = bounds(x_MD, self._rounded)
         if found is not None:
-            is_above = (peaks_MQ >= found.lower_MQ.numpy()).all()
-            is_below = (peaks_MQ <= found.upper_MQ.numpy()).all()
+            is_above = (peaks_MQ.max(axis=1) >= found.floor_M).all()
+            is_below = (peaks_MQ <= found.upper_MQ).all()
             if not (is_above and is_below):
                 return False
         filled_MV *= self._logits_scale

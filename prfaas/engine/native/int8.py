@@ -8,13 +8,16 @@ holds after every rounding on both sides: e is |w - s q|, known from the weights
 s (|q| + |w / s - q| + 1) for the float32 operations. So one reading of a byte a weight bounds what the
 matrix itself would give, however unlucky the row.
 
-Shapes: M rows, K inputs, Q panels of P = PANEL_OUTPUTS outputs.
+Shapes: M rows, K inputs, Q panels of P = PANEL_OUTPUTS outputs, U units of work.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache, partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,6 +39,8 @@ STRIP_ROWS = (4, 2, 1)
 PREFETCH_BYTES = 4096
 UNIT_PANELS = 16
 
+Float32s = NDArray[np.float32]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8Panels:
@@ -51,12 +56,12 @@ class Int8Panels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What the products of a panel's outputs may be, [M, Q] each."""
+    """What the products of rows may be."""
 
-    lower_MQ: Tensor
-    """The largest product of the panel is not less."""
-    upper_MQ: Tensor
-    """Nor more."""
+    floor_M: Float32s
+    """A row's largest product is not less."""
+    upper_MQ: Float32s
+    """Nor is one of a panel's outputs more."""
 
 
 def rounding_fraction(num_inputs: int) -> float:
@@ -108,27 +113,32 @@ def bounds(x_MK: Tensor, panels: Int8Panels) -> Bounds | None:
     assert num_inputs == panels.num_inputs
     assert x_MK.dtype == torch.float32
     assert x_MK.is_cpu
-    norms_M = torch.linalg.vector_norm(x_MK, dim=1, dtype=torch.float64)
-    if not ((norms_M >= MIN_NORM) & (norms_M <= MAX_NORM)).all():
+    if num_inputs < padded:
+        x_MK = F.pad(x_MK, (0, padded - num_inputs))
+    x = np.ascontiguousarray(x_MK.numpy())
+    wide = x.astype(np.float64)
+    norms_M = np.sqrt(np.einsum("mk,mk->m", wide, wide))
+    if not all(MIN_NORM <= norm <= MAX_NORM for norm in norms_M.tolist()):
         return None
-    norms_M = norms_M.float()
-    x_MK = x_MK.contiguous() if padded == num_inputs else F.pad(x_MK, (0, padded - num_inputs))
-    lower_MQ, upper_MQ = torch.empty(2, num_rows, num_panels)
+    norms_M = norms_M.astype(np.float32)
+    # Of numpy's memory: torch's is new each time, and writing its pages first costs more than all this.
+    lower_MU = np.empty((num_rows, -(-num_panels // UNIT_PANELS)), np.float32)
+    upper_MQ = np.empty((num_rows, num_panels), np.float32)
     is_small = num_rows * panels.levels_QKP.numel() < SERIAL_PRODUCTS
     _bounding(
-        x_MK.data_ptr(),
-        norms_M.data_ptr(),
+        x.ctypes.data,
+        norms_M.ctypes.data,
         panels.levels_QKP.data_ptr(),
         panels.scales_QP.data_ptr(),
         panels.errors_QP.data_ptr(),
-        lower_MQ.data_ptr(),
-        upper_MQ.data_ptr(),
+        lower_MU.ctypes.data,
+        upper_MQ.ctypes.data,
         num_rows,
         padded,
         num_panels,
         threads=1 if is_small else None,
     )
-    return Bounds(lower_MQ=lower_MQ, upper_MQ=upper_MQ)
+    return Bounds(floor_M=lower_MU.max(axis=1), upper_MQ=upper_MQ)
 
 
 @cache
@@ -180,18 +190,21 @@ def _write_bounding(task: Task) -> None:
     num_rows, num_inputs = task.number("num_rows"), task.number("num_inputs")
     num_panels = task.number("num_panels")
     floats: list[Argument] = ["float32*", "float32*"]
-    kinds: list[Argument] = [*floats, "int8*", *floats, *floats, "int", "int"]
+    kinds: list[Argument] = [*floats, "int8*", *floats, *floats, "int", "int", "int"]
     strips = {
         rows: task.function(f"strip_{rows}", kinds, partial(_write_strip, rows=rows))
         for rows in STRIP_ROWS
     }
-    with task.units((num_panels + (UNIT_PANELS - 1)) // UNIT_PANELS) as unit:
+    num_units = (num_panels + (UNIT_PANELS - 1)) // UNIT_PANELS
+    with task.units(num_units) as unit:
         first = unit * UNIT_PANELS
+        lower = task.pointer("lower") + unit
+        with code.loop(0, num_rows) as row:
+            (lower + row * num_units).store(code.real(-math.inf))
         with code.loop(first, code.smaller(num_panels, first + UNIT_PANELS)) as panel:
-            row = code.variable(code.whole(0))
+            next_row = code.variable(code.whole(0))
             for rows, strip in strips.items():
-                with code.loop(row.value, num_rows - (rows - 1), rows) as start:
-                    place = start * num_panels + panel
+                with code.loop(next_row.value, num_rows - (rows - 1), rows) as start:
                     code.call(
                         strip,
                         task.pointer("x") + start * num_inputs,
@@ -199,12 +212,13 @@ def _write_bounding(task: Task) -> None:
                         task.pointer("levels") + panel * num_inputs * PANEL_OUTPUTS,
                         task.pointer("scales") + panel * PANEL_OUTPUTS,
                         task.pointer("errors") + panel * PANEL_OUTPUTS,
-                        task.pointer("lower") + place,
-                        task.pointer("upper") + place,
+                        lower + start * num_units,
+                        task.pointer("upper") + (start * num_panels + panel),
                         num_inputs,
                         num_panels,
+                        num_units,
                     )
-                    row.set(start + rows)
+                    next_row.set(start + rows)
 
 
 def _write_strip(
@@ -218,6 +232,7 @@ def _write_strip(
     upper: Pointer,
     num_inputs: Value,
     num_panels: Value,
+    num_units: Value,
     *,
     rows: int,
 ) -> None:
@@ -239,9 +254,11 @@ def _write_strip(
         for partial_sum in partial_sums[1:]:
             total = total + partial_sum.value
         product, norm = scale * total, code.splat((norms + row).load(), lanes)
-        place = num_panels * row
-        (lower + place).store(_largest(code, code.fma(-error, norm, product)))
-        (upper + place).store(_largest(code, code.fma(error, norm, product)))
+        low = _largest(code, code.fma(-error, norm, product))
+        place = lower + num_units * row
+        place.store(code.select(low > place.load(), low, place.load()))
+        high = _largest(code, code.fma(error, norm, product))
+        (upper + num_panels * row).store(high)
 
 
 def _largest(code: Code, vector: Value) -> Value:
