@@ -1,49 +1,68 @@
-"""Softmax attention whose rows do not depend on how a sequence was cut.
+"""Softmax attention whose rows do not depend on how a sequence was cut, on a CPU.
 
 A query's result is the same bits in a whole prefill, in any chunk, as a single decode step, beside
-any neighbours and on imported keys. Three rules make it so:
+any neighbours and on imported keys: `native/attention.py` says why. Here its work is laid out: tiles
+of query rows, and blocks of keys where tiles are few.
 
-- keys lie on an absolute grid of KEY_BLOCK tokens. A query visits whole blocks; keys that it must
-  not see get a score of -inf, hence a weight of exactly zero, so one block more changes nothing;
-- the softmax is taken over whole grid blocks with the row's own maximum. torch sums a contiguous
-  row in lanes of fixed stride, to which leading and trailing zeros in multiples of the block add
-  nothing;
-- weights meet values block by block, each a product of one fixed inner size, and the products are
-  added in ascending order. One product over all keys would be cut by the library at places that
-  depend on the number of keys.
+A sink is a score without a value: it takes its share of a row's softmax and adds nothing.
 
-Every product has at least 4 rows: below that the library takes another kernel.
-
-A sink is a score without a value: it takes its share of a row's softmax and adds nothing. The share
-left to the keys is found from the largest score and the largest weight, which no order of blocks
-changes, and multiplies the row's result.
-
-Shapes: T query tokens, G query heads of one KV head, H KV heads, R = T * G rows, C keys, K key dim,
-V value dim, S sequences, N key blocks.
+Shapes: T query tokens, G query heads of one KV head, H KV heads, C keys, K key dim, V value dim.
 """
 
+import threading
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from operator import mul
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-KEY_BLOCK = 128
-TILE_TOKENS = 64
-"""Query tokens computed at once: the scores of a tile against 8,192 keys are 8 MiB with 4 heads."""
-TILE_ROWS = 1024
-"""With many heads a tile has fewer tokens: its scores against 8,192 keys are at most 32 MiB."""
-TILE_ROW_MULTIPLE = 8
-STEP_ROW_MULTIPLE = 4
+from prfaas.engine.native.attention import (
+    KEY_BLOCK,
+    MAX_POSITIONS,
+    ROWS,
+    attention_kernel,
+    scratch_floats,
+    slot_floats,
+)
+from prfaas.engine.native.kernel import address
+
+TILE_ROWS = 48
+"""Query rows that share a reading of keys and values; with their scores they fit the second cache."""
+SPLIT_TILES_PER_THREAD = 8
+"""Where there are fewer tiles, threads share the blocks of each."""
+MAX_SPLIT_BYTES = 32 << 20
+"""Results of blocks that wait for being joined."""
+FLOAT_BYTES, INT_BYTES = 4, 8
+
+
+class Place(NamedTuple):
+    """Where the keys and values of a CPU lie, in float32: addresses, and strides in numbers.
+
+    Attributes:
+        keys, values: of position 0, which need not exist.
+        shape: H, K, V.
+        end: positions before it exist.
+    """
+
+    keys: int
+    values: int
+    key_head: int
+    value_head: int
+    key_stride: int
+    value_stride: int
+    shape: tuple[int, int, int]
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
 class KeySpan:
     """The keys and values of one sequence in one layer, from `first_key` on.
 
-    `first_key` is a multiple of KEY_BLOCK, and the buffers reach to the end of the last query's block.
-    What lies past a query is masked, but must be finite.
+    For TorchAttention `first_key` is a multiple of KEY_BLOCK, and the buffers reach to the end of the
+    last query's block: what lies past a query is masked, but must be finite.
     """
 
     keys: Tensor
@@ -51,6 +70,11 @@ class KeySpan:
     values: Tensor
     """[H, C, V]; may be columns of the keys."""
     first_key: int
+    place: Place | None = field(init=False)
+    """For a CPU's own kernel."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "place", _place(self.keys, self.values, self.first_key))
 
     def blocks(self, first_query: int, end: int, window_tokens: int | None) -> "KeySpan":
         """Return the blocks that queries first_query, ..., end - 1 look at; views."""
@@ -64,168 +88,181 @@ class KeySpan:
         )
 
 
+def _place(keys: Tensor, values: Tensor, first_key: int) -> Place | None:
+    tensors = (keys, values)
+    if not all(x.is_cpu and x.dtype == torch.float32 and x.stride(2) == 1 for x in tensors):
+        return None
+    zero_keys, zero_values = (x.data_ptr() - first_key * x.stride(1) * FLOAT_BYTES for x in tensors)
+    num_heads, num_keys, key_dim = keys.shape
+    assert values.shape[:2] == (num_heads, num_keys)
+    return Place(
+        keys=zero_keys,
+        values=zero_values,
+        key_head=keys.stride(0),
+        value_head=values.stride(0),
+        key_stride=keys.stride(1),
+        value_stride=values.stride(1),
+        shape=(num_heads, key_dim, values.shape[2]),
+        end=first_key + num_keys,
+    )
+
+
+class Queries(NamedTuple):
+    """Rows first_row, ... of a batch: tokens that follow each other in a sequence."""
+
+    span: KeySpan
+    first_position: int
+    first_row: int
+    num_tokens: int
+
+
 def attend(
     q_THGK: Tensor,
-    span: KeySpan,
+    queries: Sequence[Queries],
     *,
-    first_position: int,
     scale: float,
     window_tokens: int | None,
     out_THGV: Tensor,
     sinks_HG: Tensor | None = None,
 ) -> None:
-    """Write softmax(scale * q k) v of consecutive query positions to `out_THGV`.
+    """Write softmax(scale * q k) v of the queries to their rows of `out_THGV`.
 
     Args:
-        q_THGK: queries of positions first_position + 0, 1, ...
-        span: keys and values.
-        first_position: position of the first query.
+        q_THGK: float32 with unit stride in K, as is `out_THGV` in V.
+        queries: which rows; each sees its own sequence's keys up to itself.
         scale: multiplies q.k.
         window_tokens: how many keys a query sees, itself included; None: all before it.
-        out_THGV: where the results go.
+        out_THGV: where the results go; other rows stay as they are.
         sinks_HG: scores that join the softmax without a value.
     """
-    num_heads, num_groups = q_THGK.shape[1:3]
-    tile_tokens = min(TILE_TOKENS, max(TILE_ROW_MULTIPLE, TILE_ROWS // (num_heads * num_groups)))
-    for start in range(0, len(q_THGK), tile_tokens):
-        tile = slice(start, start + tile_tokens)
-        q = q_THGK[tile]
-        position = first_position + start
-        seen = span.blocks(position, position + len(q), window_tokens)
-        out_HRV = _attend_tile(q, seen, position - seen.first_key, scale, window_tokens, sinks_HG)
-        out_HTGV = out_HRV.view(num_heads, len(q), num_groups, -1)
-        out_THGV[tile] = out_HTGV.transpose(0, 1)
-
-
-def _attend_tile(
-    q_THGK: Tensor,
-    seen: KeySpan,
-    offset: int,
-    scale: float,
-    window_tokens: int | None,
-    sinks_HG: Tensor | None,
-) -> Tensor:
-    """Return [H, R, V]; the first query lies `offset` tokens after the first key."""
-    num_tokens, num_heads, _, head_dim = q_THGK.shape
-    q_HRK = q_THGK.transpose(0, 1).reshape(num_heads, -1, head_dim)
-    num_rows, num_keys = q_HRK.shape[1], seen.keys.shape[1]
-    if padding := -num_rows % TILE_ROW_MULTIPLE:
-        q_HRK = torch.cat([q_HRK, q_HRK[:, :1].expand(-1, padding, -1)], dim=1)
-    scores_HRC = q_HRK.new_empty(num_heads, num_rows + padding, num_keys)
-    torch.baddbmm(scores_HRC, q_HRK, seen.keys.transpose(1, 2), beta=0, alpha=scale, out=scores_HRC)
-    scores_HTGC = scores_HRC[:, :num_rows].view(num_heads, num_tokens, -1, num_keys)
-    for start in range(0, num_keys, KEY_BLOCK):
-        if (unseen := _unseen(num_tokens, offset - start, window_tokens)) is not None:
-            scores_HTGC[..., start : start + KEY_BLOCK].masked_fill_(unseen, float("-inf"))
-    weights_HRC = torch.softmax(scores_HRC, dim=-1)
-    out_HRV = torch.bmm(weights_HRC[..., :KEY_BLOCK], seen.values[:, :KEY_BLOCK])
-    for start in range(KEY_BLOCK, num_keys, KEY_BLOCK):
-        block = slice(start, start + KEY_BLOCK)
-        out_HRV.baddbmm_(weights_HRC[..., block], seen.values[:, block])
-    out_HRV = out_HRV[:, :num_rows]
+    num_heads, num_groups, key_dim = q_THGK.shape[1:]
+    value_dim = out_THGV.shape[3]
+    assert out_THGV.shape[:3] == q_THGK.shape[:3]
+    assert q_THGK.dtype == out_THGV.dtype == torch.float32
+    assert q_THGK.stride(3) == out_THGV.stride(3) == 1
+    if not queries:
+        return
+    window = window_tokens or MAX_POSITIONS
+    shape = (num_heads, key_dim, value_dim)
+    for part in queries:
+        _check(part, shape, len(q_THGK), window)
     if sinks_HG is not None:
-        sinks_HR = sinks_HG.repeat(1, num_tokens)
-        out_HRV *= _keys_share(scores_HRC[:, :num_rows], weights_HRC[:, :num_rows], sinks_HR)
-    return out_HRV
+        assert sinks_HG.shape == (num_heads, num_groups)
+        assert sinks_HG.is_contiguous()
+        assert sinks_HG.dtype == torch.float32
+    threads = torch.get_num_threads()
+    most_rows = num_groups * max(part.num_tokens for part in queries)
+    tile_rows = min(TILE_ROWS, -(-most_rows // ROWS) * ROWS)
+    size = slot_floats(tile_rows, value_dim)
+    work = _lay_out(queries, shape, num_groups, window, tile_rows, threads, size)
+    scratch = threads * scratch_floats(tile_rows, key_dim, value_dim)
+    room = _room.of(scratch + work.num_slots * size)
+    sequences = work.sequences.buffer_info()[0]
+    place = queries[0].span.place
+    assert place is not None
+    attention_kernel()(
+        q_THGK.data_ptr(),
+        *q_THGK.stride()[:3],
+        out_THGV.data_ptr(),
+        *out_THGV.stride()[:3],
+        address(sinks_HG),
+        sinks_HG is not None,
+        sequences,
+        len(queries),
+        work.num_units,
+        sequences + work.counters_at * INT_BYTES,
+        room,
+        room + scratch * FLOAT_BYTES,
+        key_dim,
+        value_dim,
+        place.key_stride,
+        place.value_stride,
+        num_groups,
+        window,
+        tile_rows,
+        scale,
+        threads=min(threads, work.num_units),
+    )
 
 
-def _keys_share(scores_HRC: Tensor, weights_HRC: Tensor, sinks_HR: Tensor) -> Tensor:
-    """Return what a sink leaves of each row's weights, [H, R, 1].
+def _check(part: Queries, shape: tuple[int, int, int], num_rows: int, window: int) -> None:
+    """The kernel reads and writes wherever it is told."""
+    place, end = part.span.place, part.first_position + part.num_tokens
+    assert place is not None, "keys and values are float32 on the CPU, without strides"
+    assert place.shape == shape, f"keys of {place.shape}, queries of {shape}"
+    assert part.num_tokens > 0 <= part.first_row <= num_rows - part.num_tokens
+    first_seen = max(0, part.first_position - window + 1)
+    assert part.span.first_key <= first_seen < end <= min(place.end, MAX_POSITIONS)
 
-    A row's largest weight w is 1 / sum(exp(score - m)), m its largest score, so the share of the
-    keys, sum / (sum + exp(sink - m)), is 1 / (1 + w exp(sink - m)).
+
+class _Work(NamedTuple):
+    """What the kernel is told of its units.
+
+    Attributes:
+        sequences: native/attention.py's SEQUENCE of each, and then the counters.
+        counters_at: where they begin.
     """
-    excess_HR = (sinks_HR - scores_HRC.amax(dim=-1)).exp_()
-    return excess_HR.mul_(weights_HRC.amax(dim=-1)).add_(1.0).reciprocal_().unsqueeze(-1)
+
+    sequences: "array[int]"
+    counters_at: int
+    num_units: int
+    num_slots: int
 
 
-@lru_cache(maxsize=512)
-def _unseen(num_tokens: int, offset: int, window_tokens: int | None) -> Tensor | None:
-    """Return which keys of a block queries must not see, [T, 1, KEY_BLOCK]; None if they see all.
-
-    The first query lies `offset` tokens after the block's first key.
-    """
-    is_all_before = offset >= KEY_BLOCK - 1
-    is_all_in_window = window_tokens is None or offset + num_tokens - 1 < window_tokens
-    if is_all_before and is_all_in_window:
-        return None
-    queries_T11 = torch.arange(offset, offset + num_tokens)[:, None, None]
-    keys_C = torch.arange(KEY_BLOCK)
-    unseen = keys_C > queries_T11
-    return unseen if window_tokens is None else unseen | (keys_C <= queries_T11 - window_tokens)
-
-
-def attend_steps(
-    q_SHGK: Tensor,
-    spans: Sequence[KeySpan],
-    positions: Sequence[int],
-    *,
-    scale: float,
-    window_tokens: int | None,
-    sinks_HG: Tensor | None = None,
-) -> Tensor:
-    """Return [S, H, G, V]: one query each of several sequences, with the bits of `attend`.
-
-    Fewer and smaller calls than a tile for each: a row is masked while its scores are made, the
-    products of all blocks are one call, and all sequences are summed in one.
-    """
-    num_sequences, num_heads, num_groups, head_dim = q_SHGK.shape
-    value_dim = spans[0].values.shape[2]
-    num_rows = -(-num_groups // STEP_ROW_MULTIPLE) * STEP_ROW_MULTIPLE
-    q_SHRK = q_SHGK.new_zeros(num_sequences, num_heads, num_rows, head_dim)
-    q_SHRK[:, :, :num_groups] = q_SHGK
-    products_NRV: list[Tensor] = []
-    shares_HG1: list[Tensor] = []
-    counts: list[int] = []
-    for q_HRK, span, position in zip(q_SHRK, spans, positions, strict=True):
-        seen = span.blocks(position, position + 1, window_tokens)
-        num_keys = seen.keys.shape[1]
-        mask_C = _row_mask(position, seen.first_key, num_keys, window_tokens)
-        scores_HRC = _step_scores(q_HRK, seen.keys, mask_C, scale)
-        weights_HRC = torch.softmax(scores_HRC, dim=-1)
-        if sinks_HG is not None:
-            groups = slice(num_groups)
-            shares_HG1.append(_keys_share(scores_HRC[:, groups], weights_HRC[:, groups], sinks_HG))
-        for weights_RC, v_CV in zip(weights_HRC, seen.values, strict=True):
-            weights_NRC = weights_RC.view(num_rows, -1, KEY_BLOCK).transpose(0, 1)
-            products_NRV.append(torch.bmm(weights_NRC, v_CV.view(-1, KEY_BLOCK, value_dim)))
-        counts.append(num_keys // KEY_BLOCK)
-    sums = q_SHGK.new_zeros(num_sequences * num_heads, num_rows * value_dim)
-    # index_add_ adds rows in order: block by block, as a tile does.
-    sums.index_add_(0, _owners(tuple(counts), num_heads), torch.cat(products_NRV).flatten(1))
-    out_SHGV = sums.view(num_sequences, num_heads, num_rows, value_dim)[:, :, :num_groups]
-    return out_SHGV if sinks_HG is None else out_SHGV * torch.stack(shares_HG1)
+def _lay_out(
+    queries: Sequence[Queries],
+    shape: tuple[int, int, int],
+    num_groups: int,
+    window: int,
+    tile_rows: int,
+    threads: int,
+    slot_size: int,
+) -> _Work:
+    """Return the units: tiles, or blocks of tiles where there would be few and they are small."""
+    num_heads = shape[0]
+    tiles = [num_heads * -(-part.num_tokens * num_groups // tile_rows) for part in queries]
+    blocks = [_num_blocks(part, window) for part in queries]
+    num_split = sum(map(mul, tiles, blocks))
+    is_split = threads > 1 and sum(tiles) < SPLIT_TILES_PER_THREAD * threads
+    is_split = is_split and num_split * slot_size * FLOAT_BYTES <= MAX_SPLIT_BYTES
+    fields: list[int] = []
+    num_units, num_slots, num_counters = 0, threads, 0
+    for part, num_tiles, num_blocks in zip(queries, tiles, blocks, strict=True):
+        place = part.span.place
+        assert place is not None
+        fields += (
+            *place[:4],
+            part.first_position,
+            part.num_tokens * num_groups,
+            part.first_row,
+            num_units,
+            num_blocks if is_split else 0,
+            num_slots,
+            num_counters,
+        )
+        num_units += num_tiles * (num_blocks if is_split else 1)
+        num_slots += num_tiles * num_blocks if is_split else 0
+        num_counters += num_tiles
+    return _Work(array("q", fields + [0] * num_counters), len(fields), num_units, num_slots)
 
 
-def _step_scores(q_HRK: Tensor, k_HCK: Tensor, mask_C: Tensor, scale: float) -> Tensor:
-    """Return scale * q k + mask, [H, R, C]."""
-    num_heads, num_rows, head_dim = q_HRK.shape
-    if num_heads > 1:
-        return torch.baddbmm(mask_C, q_HRK, k_HCK.transpose(1, 2), alpha=scale)
-    # One product of few rows is not shared among threads; a product for each block is.
-    k_NCK = k_HCK.view(-1, KEY_BLOCK, head_dim)
-    q_NRK = q_HRK.expand(len(k_NCK), -1, -1)
-    mask_N1C = mask_C.view(-1, 1, KEY_BLOCK)
-    scores_NRC = torch.baddbmm(mask_N1C, q_NRK, k_NCK.transpose(1, 2), alpha=scale)
-    return scores_NRC.transpose(0, 1).reshape(1, num_rows, -1)
+def _num_blocks(part: Queries, window: int) -> int:
+    """Return how many blocks hold what some of the queries see."""
+    low = max(0, part.first_position - window + 1)
+    return (part.first_position + part.num_tokens - 1) // KEY_BLOCK - low // KEY_BLOCK + 1
 
 
-def _row_mask(position: int, first_key: int, num_keys: int, window_tokens: int | None) -> Tensor:
-    """Return [C]: 0 where the query at `position` sees the key, else -inf; a view of a table."""
-    # Full attention is a window that has not been filled yet.
-    width = window_tokens or max(1024, 1 << position.bit_length())
-    return _window_table(width).narrow(0, KEY_BLOCK + first_key - (position - width + 1), num_keys)
+class _Room(threading.local):
+    """A thread's scratch memory, kept for the next call."""
+
+    def __init__(self) -> None:
+        self._floats = torch.empty(0)
+
+    def of(self, num_floats: int) -> int:
+        """Return the address of at least so many float32s."""
+        if len(self._floats) < num_floats:
+            self._floats = torch.empty(num_floats)
+        return self._floats.data_ptr()
 
 
-@lru_cache(maxsize=64)
-def _window_table(width: int) -> Tensor:
-    table = torch.full((KEY_BLOCK + width + KEY_BLOCK,), float("-inf"))
-    table[KEY_BLOCK : KEY_BLOCK + width] = 0.0
-    return table
-
-
-@lru_cache(maxsize=64)
-def _owners(counts: tuple[int, ...], num_heads: int) -> Tensor:
-    """Return which (sequence, head) each block's product belongs to."""
-    repeats = torch.tensor(counts).repeat_interleave(num_heads)
-    return torch.arange(len(repeats)).repeat_interleave(repeats)
+_room = _Room()

@@ -17,8 +17,6 @@ class Batch:
 
     Attributes:
         parts: each segment and its rows.
-        steps: the segments of a single token, which is most of decode; `step_rows` are their rows.
-        chunks: the other parts.
     """
 
     def __init__(self, segments: Sequence[Segment], device: torch.device = CPU) -> None:
@@ -35,11 +33,6 @@ class Batch:
         self.positions_T = torch.tensor(positions, device=device)
         self._end_position = max(positions) + 1
         self._ropes: dict[RopeTable, Tensor] = {}
-        is_step = [len(segment.tokens) == 1 for segment in segments]
-        self.steps = [segment for segment, one in zip(segments, is_step, strict=True) if one]
-        self.chunks = [part for part, one in zip(self.parts, is_step, strict=True) if not one]
-        step_rows = [rows.start for (rows, _), one in zip(self.parts, is_step, strict=True) if one]
-        self.step_rows = torch.tensor(step_rows, dtype=torch.int64, device=device)
 
     @property
     def logit_rows(self) -> list[int]:

@@ -13,18 +13,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from prfaas.engine.attention import KEY_BLOCK, KeySpan, attend, attend_steps
+from prfaas.engine.attention import Queries, attend
 from prfaas.engine.batch import Batch, Segment
 from prfaas.engine.chunk_grid import CHUNK_TOKENS
 from prfaas.engine.device import device_names
 from prfaas.engine.kv import CPU, AttentionSpec, attention_of, buffer_shapes, span_of
-from prfaas.engine.layers.batch_attention import BatchAttention
-from prfaas.engine.layers.gqa import GqaMixer
-from prfaas.engine.layers.mla import MlaMixer
-from prfaas.engine.layers.parallel import ParallelMixer
 from prfaas.engine.linear import Packing
 from prfaas.engine.mixer_spec import GqaSpec, LightningSpec, MixerSpec
-from prfaas.engine.model import Mixer, Model
+from prfaas.engine.model import Model
+from prfaas.engine.native.attention import KEY_BLOCK
 from prfaas.engine.options import WeightDtype
 from prfaas.errors import ConfigError
 from prfaas.log import get_logger
@@ -72,9 +69,7 @@ def packing_of(dtype: WeightDtype, device: torch.device = CPU) -> Packing:
 def numerics_fingerprint(model: Model) -> str:
     """Return what decides the bits of this model's results here, after testing them.
 
-    A greedy head whose logits are not the head's is taken from the model, with a warning, and single
-    steps whose own kernel differs from a tile's are turned off in the model, with a warning:
-    then a tile computes them.
+    A greedy head whose logits are not the head's is taken from the model, with a warning.
 
     Raises:
         InexactKernelsError: some result depends on how the work was cut, by more than it may.
@@ -84,21 +79,10 @@ def numerics_fingerprint(model: Model) -> str:
     if not model.is_exact:
         self_test(model)
         return " ".join((*device, model.packing, "attention-torch", kv, exactness(model)))
-    _choose_steps(model)
     test = f"test-{self_test(model)[:16]}"
     return " ".join(
-        (*device, model.packing, f"attention-grid{KEY_BLOCK}", kv, exactness(model), test)
+        (*device, model.packing, f"attention-joined{KEY_BLOCK}", kv, exactness(model), test)
     )
-
-
-def _choose_steps(model: Model) -> None:
-    attentions = [attention for mixer in mixers(model) if (attention := attention_in(mixer))]
-    if all(steps_equal_tiles(spec) for spec in {mixer.spec: None for mixer in attentions}):
-        return
-    get_logger().warning("attention.steps_inexact")
-    for attention in attentions:
-        if isinstance(attention.attend, BatchAttention):
-            attention.attend.has_exact_steps = False
 
 
 @torch.no_grad()
@@ -135,18 +119,6 @@ def is_linear(layer: MixerSpec) -> bool:
     return bool(layer.states)
 
 
-def mixers(model: Model) -> list[Mixer]:
-    """Return the mixers of all layers that have one."""
-    return [layer.mixer for layer in model.layers if layer.mixer is not None]
-
-
-def attention_in(mixer: Mixer) -> GqaMixer | MlaMixer | None:
-    """Return the softmax attention in a mixer, if there is one."""
-    if isinstance(mixer, ParallelMixer):
-        return mixer.attention
-    return mixer if isinstance(mixer, GqaMixer | MlaMixer) else None
-
-
 @torch.no_grad()
 def self_test(model: Model) -> str:
     """Run one layer of each kind, long attention and the head whole and in pieces.
@@ -165,7 +137,7 @@ def self_test(model: Model) -> str:
             digest.update(rows_TD.cpu().numpy().data)
         attention = attention_of(model.config.layers[index])
         if attention is not None and model.is_exact:
-            digest.update(_LongAttention(attention, generator).test().numpy().data)
+            digest.update(long_attention(attention, generator).numpy().data)
     x_TD = torch.randn(sum(HEAD_ROWS), model.config.hidden_size, generator=generator)
     x_TD = x_TD.to(model.device)
     whole_TV = model.lm_head(x_TD)
@@ -245,66 +217,49 @@ def _ignore() -> None:
     """Nobody waits for the test's K and V."""
 
 
-class _LongAttention:
-    """The last rows of a longer sequence than a layer's test has."""
+@torch.no_grad()
+def long_attention(spec: AttentionSpec, generator: torch.Generator) -> Tensor:
+    """Return the last rows of a longer sequence than a layer's test has.
 
-    def __init__(self, spec: AttentionSpec, generator: torch.Generator) -> None:
-        self._spec = spec
-        padded = -(-NUM_TEST_KEYS // KEY_BLOCK) * KEY_BLOCK
-        buffers = [
-            torch.randn(num_heads, padded, width, generator=generator)
-            for num_heads, width in buffer_shapes(spec)
-        ]
-        self._held = span_of(spec, buffers, 0)
-        num_heads, _, key_dim = self._held.keys.shape
-        by_group = (num_heads, spec.num_heads // num_heads)
-        self._q_THGK = torch.randn(NUM_TEST_ROWS, *by_group, key_dim, generator=generator)
-        self._sinks_HG = None
-        if isinstance(spec, GqaSpec) and spec.has_sinks:
-            self._sinks_HG = torch.randn(by_group, generator=generator)
-        self._start = NUM_TEST_KEYS - NUM_TEST_ROWS
+    They must be equal as a chunk and as steps, which see no more than they need.
 
-    def test(self) -> Tensor:
-        """Return the rows, which must be equal in one tile and one by one, on a cut buffer."""
-        whole = self.tile(0, NUM_TEST_ROWS)
-        first_seen = max(0, self._start + 1 - (self._spec.window_tokens or NUM_TEST_KEYS))
-        first_key = first_seen // KEY_BLOCK * KEY_BLOCK
-        single = [self.tile(row, row + 1, first_key) for row in range(NUM_TEST_ROWS)]
-        _require_equal(f"attention of window {self._spec.window_tokens}", whole, torch.cat(single))
-        return whole
+    Raises:
+        InexactKernelsError: they are not.
+    """
+    buffers = [
+        torch.randn(num_heads, NUM_TEST_KEYS, width, generator=generator)
+        for num_heads, width in buffer_shapes(spec)
+    ]
+    num_heads, _, key_dim = buffers[0].shape
+    by_group = (num_heads, spec.num_heads // num_heads)
+    q_THGK = torch.randn(NUM_TEST_ROWS, *by_group, key_dim, generator=generator)
+    has_sinks = isinstance(spec, GqaSpec) and spec.has_sinks
+    sinks_HG = torch.randn(by_group, generator=generator) if has_sinks else None
+    start = NUM_TEST_KEYS - NUM_TEST_ROWS
 
-    def tile(self, start: int, stop: int, first_key: int = 0) -> Tensor:
-        """Return rows start, ..., stop - 1 as a tile computes them."""
-        q_THGK = self._q_THGK[start:stop]
-        out_THGV = q_THGK.new_empty(*q_THGK.shape[:3], self._held.values.shape[2])
+    def run(queries: list[Queries]) -> Tensor:
+        out_THGV = q_THGK.new_zeros(*q_THGK.shape[:3], queries[0].span.values.shape[2])
         attend(
             q_THGK,
-            KeySpan(self._held.keys[:, first_key:], self._held.values[:, first_key:], first_key),
-            first_position=self._start + start,
-            scale=self._spec.scale,
-            window_tokens=self._spec.window_tokens,
+            queries,
+            scale=spec.scale,
+            window_tokens=spec.window_tokens,
             out_THGV=out_THGV,
-            sinks_HG=self._sinks_HG,
+            sinks_HG=sinks_HG,
         )
         return out_THGV
 
-    def steps(self) -> Tensor:
-        """Return all rows as steps compute them."""
-        return attend_steps(
-            self._q_THGK,
-            [self._held] * NUM_TEST_ROWS,
-            range(self._start, NUM_TEST_KEYS),
-            scale=self._spec.scale,
-            window_tokens=self._spec.window_tokens,
-            sinks_HG=self._sinks_HG,
-        )
-
-
-@torch.no_grad()
-def steps_equal_tiles(spec: AttentionSpec) -> bool:
-    """Return whether decode steps have a kernel of their own that gives the bits of a tile."""
-    attention = _LongAttention(spec, torch.Generator().manual_seed(0))
-    return torch.equal(attention.steps(), attention.tile(0, NUM_TEST_ROWS))
+    whole = run([Queries(span_of(spec, buffers, 0), start, 0, NUM_TEST_ROWS)])
+    first_key = max(0, start + 1 - (spec.window_tokens or NUM_TEST_KEYS))
+    steps = []
+    for row in range(NUM_TEST_ROWS):
+        seen = [buffer_HCK[:, first_key : start + row + 1] for buffer_HCK in buffers]
+        steps.append(Queries(span_of(spec, seen, first_key), start + row, row, 1))
+    name = f"attention of window {spec.window_tokens}"
+    _require_equal(name, whole, run(steps))
+    for row, step in enumerate(steps):
+        _require_equal(f"{name}, alone", whole[row], run([step])[row])
+    return whole
 
 
 def _require_alike(name: str, whole: Tensor, pieces: Tensor, model: Model) -> None:

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from prfaas.cache.spec import StateSpec, bytes_of_page, needed_blocks
 from prfaas.engine.device import device_names, find_device
+from prfaas.engine.layers.gqa import GqaMixer
+from prfaas.engine.layers.mla import MlaMixer
+from prfaas.engine.layers.parallel import ParallelMixer
 from prfaas.engine.layers.torch_attention import TorchAttention
 from prfaas.engine.loader import load_model
 from prfaas.engine.model import Model, Segment
 from prfaas.engine.numerics import (
     SELF_TEST_BOUNDS,
     InexactKernelsError,
-    attention_in,
     numerics_fingerprint,
     packing_of,
     self_test,
@@ -213,11 +215,9 @@ def test_results_that_are_no_numbers_are_no_match(
 @every_place
 @few_families
 def test_attention_is_torchs_own(place: Place, family: Family) -> None:
-    found = [
-        attention.attend
-        for layer in tiny_on(place, family).layers
-        if layer.mixer is not None and (attention := attention_in(layer.mixer)) is not None
-    ]
+    mixers = [layer.mixer for layer in tiny_on(place, family).layers]
+    parts = [mixer.attention if isinstance(mixer, ParallelMixer) else mixer for mixer in mixers]
+    found = [part.attend for part in parts if isinstance(part, GqaMixer | MlaMixer)]
     assert found
     assert all(isinstance(attend, TorchAttention) for attend in found)
 

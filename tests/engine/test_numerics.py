@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from prfaas.engine import linear
-from prfaas.engine.attention import attend_steps
+from prfaas.engine.attention import attend
 from prfaas.engine.kv import AttentionSpec
-from prfaas.engine.layers.batch_attention import BatchAttention
-from prfaas.engine.layers.gqa import GqaMixer
 from prfaas.engine.layers.moe import MoeMlp
 from prfaas.engine.layers.parallel import ParallelMixer
 from prfaas.engine.linear import Packing
@@ -21,9 +19,9 @@ from prfaas.engine.mixer_spec import GqaSpec, MlaSpec
 from prfaas.engine.model import Model
 from prfaas.engine.numerics import (
     InexactKernelsError,
+    long_attention,
     packing_of,
     self_test,
-    steps_equal_tiles,
 )
 from prfaas.engine.options import Numerics
 from prfaas.engine.states import State
@@ -40,11 +38,6 @@ def tiny(family: Family, numerics: Numerics = "grid") -> Model:
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"), "gemma3")
-
-
-def attentions(model: Model) -> list[BatchAttention]:
-    mixers = [mixer for layer in model.layers if isinstance(mixer := layer.mixer, GqaMixer)]
-    return [attend for mixer in mixers if isinstance(attend := mixer.attend, BatchAttention)]
 
 
 def spoil(y_MN: Tensor) -> Tensor:
@@ -99,19 +92,6 @@ def test_a_head_that_is_not_exact_is_found(
         self_test(model)
 
 
-def test_steps_that_are_not_exact_are_computed_as_tiles(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = load_model(model_dir, dtype="float32")
-    assert all(attend.has_exact_steps for attend in attentions(expected))
-    monkeypatch.setattr(
-        "prfaas.engine.numerics.attend_steps", lambda *a, **k: spoil(attend_steps(*a, **k))
-    )
-    model = load_model(model_dir, dtype="float32")
-    assert not any(attend.has_exact_steps for attend in attentions(model))
-    assert model.numerics_fingerprint == expected.numerics_fingerprint
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -136,14 +116,18 @@ def test_steps_that_are_not_exact_are_computed_as_tiles(
         ),
     ],
 )
-def test_steps_of_sinks_and_latents_are_tested_too(
+def test_steps_that_are_not_exact_are_found(
     spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert steps_equal_tiles(spec)
-    monkeypatch.setattr(
-        "prfaas.engine.numerics.attend_steps", lambda *a, **k: spoil(attend_steps(*a, **k))
-    )
-    assert not steps_equal_tiles(spec)
+    def attend_otherwise(*args: Any, out_THGV: Tensor, **more: Any) -> None:
+        attend(*args, out_THGV=out_THGV, **more)
+        if len(args[1]) > 1:
+            spoil(out_THGV)
+
+    assert long_attention(spec, torch.Generator().manual_seed(0)).isfinite().all()
+    monkeypatch.setattr("prfaas.engine.numerics.attend", attend_otherwise)
+    with pytest.raises(InexactKernelsError, match="attention of window"):
+        long_attention(spec, torch.Generator().manual_seed(0))
 
 
 def broken_pack(weight_NK: Tensor, packing: Packing, bias_N: Tensor | None = None) -> linear.Linear:

@@ -5,50 +5,41 @@ Shapes: T rows of the batch, H KV heads, G query heads of each, K key dim, V val
 
 from torch import Tensor
 
-from prfaas.engine.attention import attend, attend_steps
+from prfaas.engine.attention import Queries, attend
 from prfaas.engine.batch import Batch
 from prfaas.engine.layers.torch_attention import TorchAttention
 from prfaas.engine.linear import Packing, is_exact
 
 
 class BatchAttention:
-    """The attention of one layer, exact: a row depends on its own sequence alone. For a CPU.
-
-    Attributes:
-        has_exact_steps: attend_steps gives the bits of attend on this machine; the self-test may
-            clear it.
-    """
+    """The attention of one layer, exact: a row depends on its own sequence alone. For a CPU."""
 
     def __init__(
         self, *, scale: float, window_tokens: int | None, sinks_HG: Tensor | None = None
     ) -> None:
-        self.has_exact_steps = True
         self._scale = scale
         self._window_tokens = window_tokens
         self._sinks_HG = sinks_HG
 
     def __call__(self, q_THGK: Tensor, batch: Batch, layer: int, out_THGV: Tensor) -> None:
         """Write each segment's rows of `out_THGV`; its keys and values are in place."""
-        steps = batch.steps if self.has_exact_steps else ()
-        if steps:
-            out_THGV[batch.step_rows] = attend_steps(
-                q_THGK[batch.step_rows],
-                [segment.kv.kv_of(layer).span for segment in steps],
-                [segment.kv.num_tokens for segment in steps],
-                scale=self._scale,
-                window_tokens=self._window_tokens,
-                sinks_HG=self._sinks_HG,
-            )
-        for rows, segment in batch.chunks if steps else batch.parts:
-            attend(
-                q_THGK[rows],
+        queries = [
+            Queries(
                 segment.kv.kv_of(layer).span,
-                first_position=segment.kv.num_tokens,
-                scale=self._scale,
-                window_tokens=self._window_tokens,
-                sinks_HG=self._sinks_HG,
-                out_THGV=out_THGV[rows],
+                segment.kv.num_tokens,
+                rows.start,
+                rows.stop - rows.start,
             )
+            for rows, segment in batch.parts
+        ]
+        attend(
+            q_THGK,
+            queries,
+            scale=self._scale,
+            window_tokens=self._window_tokens,
+            out_THGV=out_THGV,
+            sinks_HG=self._sinks_HG,
+        )
 
 
 Attention = type[BatchAttention] | type[TorchAttention]

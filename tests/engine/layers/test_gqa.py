@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from prfaas.engine.layers.batch_attention import BatchAttention
 from prfaas.engine.layers.gqa import GqaMixer
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import pack
@@ -217,12 +216,9 @@ def test_no_cut_changes_a_bit(name: str, at: list[int]) -> None:
     assert torch.equal(torch.cat(pieces), whole(mixer, x))
 
 
-@pytest.mark.parametrize("has_exact_steps", [True, False])
 @pytest.mark.parametrize("name", SPECS)
-def test_steps_beside_chunks_have_the_bits_of_a_prefill(name: str, has_exact_steps: bool) -> None:
+def test_steps_beside_chunks_have_the_bits_of_a_prefill(name: str) -> None:
     mixer = Weights(SPECS[name]).build()
-    assert isinstance(mixer.attend, BatchAttention)
-    mixer.attend.has_exact_steps = has_exact_steps
     inputs = [rows(num_tokens, seed) for seed, num_tokens in enumerate((150, 9, 260))]
     expected = [whole(mixer, x) for x in inputs]
     kvs = [mixing.new_kv(mixer.spec) for _ in inputs]
