@@ -23,10 +23,9 @@ SQUARE = 8
 """Rows and columns that are packed at once."""
 PREFETCH_BYTES = 512
 """How far ahead of the sums panels are fetched: without it memory gives two thirds of its rate."""
-BLOCK_ROWS = 96
-"""Rows that stay in the second cache while panels pass."""
-CHUNK_INPUTS = 384
-"""Of several blocks: a panel's part and a strip's rows stay in the first cache."""
+BLOCK_ROWS = 192
+"""Rows that stay in the second cache while panels pass. To cut the inputs, too, is no faster, even of
+16,384: a tile needs a new cache line of weights every third or sixth cycle, which any cache brings."""
 MAX_UNIT_PANELS = 32
 SERIAL_PRODUCTS = 1 << 18
 """Fewer are done before another thread has woken up."""
@@ -80,23 +79,64 @@ def product(x_MK: Tensor, panels_QKP: Tensor, num_outputs: int) -> Tensor:
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
     y_MN = torch.empty(num_rows, num_panels * PANEL_OUTPUTS)
-    is_small = num_rows * panels_QKP.numel() < SERIAL_PRODUCTS
-    threads = 1 if is_small else torch.get_num_threads()
-    _product_kernel(panels_QKP.dtype, vector_lanes())(
-        x_MK.data_ptr(),
-        x_MK.stride(0),
-        panels_QKP.data_ptr(),
-        y_MN.data_ptr(),
-        num_rows,
-        num_inputs,
-        num_panels,
-        min(max(num_panels // (8 * threads) & -4, 4), MAX_UNIT_PANELS),
-        num_inputs if num_rows <= BLOCK_ROWS else CHUNK_INPUTS,
-        threads=threads,
-    )
+    _multiply(x_MK, (x_MK.stride(0), 0), panels_QKP, y_MN, num_rows, 1, num_inputs, num_panels)
     if num_outputs % PANEL_OUTPUTS:
         return y_MN[:, :num_outputs].contiguous()
     return y_MN
+
+
+def product_by_head(x_MHK: Tensor, panels_HQKP: Tensor, num_outputs: int) -> Tensor:
+    """Return each head's product with its own weights as new float32 memory, [M, H, N].
+
+    The bits are those of `product` head by head.
+
+    Args:
+        x_MHK: float32, of any strides between rows and heads.
+        panels_HQKP: what `pack_panels` returns of each head's weights.
+        num_outputs: N, which ends in the last panel.
+    """
+    num_rows, num_heads, num_inputs = x_MHK.shape
+    num_panels = panels_HQKP.shape[1]
+    assert x_MHK.dtype == torch.float32
+    assert x_MHK.is_cpu
+    assert panels_HQKP.is_contiguous()
+    assert panels_HQKP.shape == (num_heads, num_panels, num_inputs, PANEL_OUTPUTS)
+    assert num_panels == -(-num_outputs // PANEL_OUTPUTS)
+    if x_MHK.stride(2) != 1:
+        x_MHK = x_MHK.contiguous()
+    row_stride, head_stride, _ = x_MHK.stride()
+    y_MHN = torch.empty(num_rows, num_heads, num_panels * PANEL_OUTPUTS)
+    strides = (row_stride, head_stride)
+    _multiply(x_MHK, strides, panels_HQKP, y_MHN, num_rows, num_heads, num_inputs, num_panels)
+    if num_outputs % PANEL_OUTPUTS:
+        return y_MHN[..., :num_outputs].contiguous()
+    return y_MHN
+
+
+def _multiply(
+    x: Tensor,
+    strides: tuple[int, int],
+    panels: Tensor,
+    y: Tensor,
+    num_rows: int,
+    num_heads: int,
+    num_inputs: int,
+    num_panels: int,
+) -> None:
+    is_small = num_rows * panels.numel() < SERIAL_PRODUCTS
+    threads = 1 if is_small else torch.get_num_threads()
+    _product_kernel(panels.dtype, vector_lanes())(
+        x.data_ptr(),
+        *strides,
+        panels.data_ptr(),
+        y.data_ptr(),
+        num_rows,
+        num_heads,
+        num_inputs,
+        num_panels,
+        min(max(num_panels // (8 * threads) & -4, 4), MAX_UNIT_PANELS),
+        threads=threads,
+    )
 
 
 @cache
@@ -131,36 +171,39 @@ def _product_kernel(dtype: torch.dtype, lanes: int) -> Kernel:
     arguments: dict[str, Argument] = {
         "x": "float32*",
         "x_stride": "int",
+        "x_head": "int",
         "panels": ELEMENTS[dtype],
         "y": "float32*",
         "num_rows": "int",
+        "num_heads": "int",
         "num_inputs": "int",
         "num_panels": "int",
         "unit_panels": "int",
-        "chunk_inputs": "int",
     }
     write = partial(_write_product, lanes=lanes, weight=ELEMENTS[dtype])
     return Kernel("product", arguments, write)
 
 
 def _write_product(task: Task, *, lanes: int, weight: Argument) -> None:
-    """A unit is a block of rows and some panels."""
+    """A unit is a block of rows and some panels of a head."""
     code = task.code
     num_rows, num_inputs = task.number("num_rows"), task.number("num_inputs")
     num_panels, unit_panels = task.number("num_panels"), task.number("unit_panels")
-    x_stride, chunk_inputs = task.number("x_stride"), task.number("chunk_inputs")
+    x_stride = task.number("x_stride")
     max_rows = 6 if lanes == 8 else 12  # registers for two panels' sums of these, or one's
-    arguments: list[Argument] = [
-        *("float32*", "int", weight, "int", "float32*", "int", "int", "int", "int"),
-    ]
+    arguments: list[Argument] = ["float32*", "int", "int", weight, "float32*", "int", "int"]
     strips = [
         task.function(f"strip_{rows}", arguments, partial(_write_strip, rows=rows, lanes=lanes))
         for rows in range(1, max_rows + 1)
     ]
-    panel_stride, y_stride = num_inputs * PANEL_OUTPUTS, num_panels * PANEL_OUTPUTS
-    panel_units = (num_panels + unit_panels - 1) // unit_panels
+    num_heads, panel_stride = task.number("num_heads"), num_inputs * PANEL_OUTPUTS
+    y_stride = num_heads * num_panels * PANEL_OUTPUTS
+    panel_units = (num_panels + (unit_panels - 1)) // unit_panels
     num_blocks = (num_rows + (BLOCK_ROWS - 1)) // BLOCK_ROWS
-    with task.units(panel_units * num_blocks) as unit:
+    head_units = panel_units * num_blocks
+    with task.units(head_units * num_heads) as number:
+        head, unit = number // head_units, number % head_units
+        head_x, head_panel = task.pointer("x") + head * task.number("x_head"), head * num_panels
         first_row = unit // panel_units * BLOCK_ROWS
         first_panel = unit % panel_units * unit_panels
         rows = code.smaller(num_rows - first_row, BLOCK_ROWS)
@@ -168,23 +211,18 @@ def _write_product(task: Task, *, lanes: int, weight: Argument) -> None:
         num_strips = (rows + (max_rows - 1)) // max_rows
         # Several strips of rows take one tile of panels in turn, which the first of them fetches.
         width = code.select(num_strips.equals(1), unit_panels, _tile_panels(max_rows, lanes))
-        with code.loop(0, num_inputs, chunk_inputs) as k:
-            inputs = code.smaller(num_inputs - k, chunk_inputs)
-            with code.loop(first_panel, end_panel, width) as panel:
-                panels = code.smaller(end_panel - panel, width)
-                with code.loop(0, num_strips) as strip:
-                    start = strip * rows // num_strips
-                    size = (strip + 1) * rows // num_strips - start
-                    row = first_row + start
-                    places = (
-                        *(task.pointer("x") + (row * x_stride + k), x_stride),
-                        task.pointer("panels") + (panel * panel_stride + k * PANEL_OUTPUTS),
-                        panel_stride,
-                        *(task.pointer("y") + (row * y_stride + panel * PANEL_OUTPUTS), y_stride),
-                    )
-                    for number, function in enumerate(strips, 1):
-                        with code.when(size.equals(number)):
-                            code.call(function, *places, panels, inputs, k)
+        with code.loop(first_panel, end_panel, width) as panel:
+            panels = task.pointer("panels") + (head_panel + panel) * panel_stride
+            some = code.smaller(end_panel - panel, width)
+            with code.loop(0, num_strips) as strip:
+                start = strip * rows // num_strips
+                size = (strip + 1) * rows // num_strips - start
+                row = first_row + start
+                x = head_x + row * x_stride
+                y = task.pointer("y") + (row * y_stride + (head_panel + panel) * PANEL_OUTPUTS)
+                for strip_rows, function in enumerate(strips, 1):
+                    with code.when(size.equals(strip_rows)):
+                        code.call(function, x, x_stride, num_inputs, panels, y, y_stride, some)
 
 
 def _tile_panels(rows: int, lanes: int) -> int:
@@ -197,48 +235,37 @@ def _write_strip(
     code: Code,
     x: Pointer,
     x_stride: Value,
+    num_inputs: Value,
     panels: Pointer,
-    panel_stride: Value,
     y: Pointer,
     y_stride: Value,
     num_panels: Value,
-    num_inputs: Value,
-    num_before: Value,
     *,
     rows: int,
     lanes: int,
 ) -> None:
-    """Some inputs of `rows` rows and some panels; those before them are summed up in y."""
+    """Write the product of `rows` rows and some panels."""
     row_starts = [x + x_stride * row for row in range(rows)]
     parts = range(0, PANEL_OUTPUTS, lanes)
 
     def write_tile(panel: Value, width: int) -> None:
-        starts = [panels + (panel + number) * panel_stride for number in range(width)]
-        ends = [y + (y_stride * row + panel * PANEL_OUTPUTS) for row in range(rows)]
-        places = [
-            end + (PANEL_OUTPUTS * number + part)
-            for end in ends
-            for number in range(width)
-            for part in parts
-        ]
-        sums = [code.variable(code.real(0.0, lanes)) for _ in places]
-        with code.when(num_before > 0):
-            for total, place in zip(sums, places, strict=True):
-                total.set(place.load(lanes))
+        starts = [panels + (panel + next_) * num_inputs * PANEL_OUTPUTS for next_ in range(width)]
+        zero = code.real(0.0, lanes)
+        sums = [[code.variable(zero) for _ in parts for _ in starts] for _ in row_starts]
         with code.loop(0, num_inputs) as k:
-            vectors = []
+            weights = []
             for start in starts:
                 here = start + k * PANEL_OUTPUTS
                 (here + PREFETCH_BYTES // ELEMENT_BYTES[here.element]).prefetch()
-                vectors += [(here + part).load(lanes) for part in parts]
-            totals = iter(sums)
-            for row_start in row_starts:
+                weights += [(here + part).load(lanes) for part in parts]
+            for row_start, totals in zip(row_starts, sums, strict=True):
                 value = code.splat((row_start + k).load(), lanes)
-                for vector in vectors:
-                    total = next(totals)
-                    total.set(code.fma(value, vector, total.value))
-        for total, place in zip(sums, places, strict=True):
-            place.store(total.value)
+                for total, weight in zip(totals, weights, strict=True):
+                    total.set(code.fma(value, weight, total.value))
+        for row, totals in enumerate(sums):
+            place = y + (y_stride * row + panel * PANEL_OUTPUTS)
+            for number, total in enumerate(totals):
+                (place + number * lanes).store(total.value)
 
     width = _tile_panels(rows, lanes)
     with code.loop(0, num_panels - (width - 1), width) as panel:

@@ -14,16 +14,16 @@ from torch import Tensor
 from prfaas.engine.native import product as product_module
 from prfaas.engine.native.product import (
     BLOCK_ROWS,
-    CHUNK_INPUTS,
     PANEL_OUTPUTS,
     pack_panels,
     product,
+    product_by_head,
 )
 
 DTYPES = (torch.float16, torch.float32)
-SIZES = st.sampled_from([1, 2, 7, 16, 31, 96, 576, 640, CHUNK_INPUTS + 1, 2048])
+SIZES = st.sampled_from([1, 2, 7, 16, 31, 96, 576, 640, 2048])
 OUTPUTS = st.sampled_from([1, 8, 15, 16, 17, 24, 64, 80, 300, 576])
-ROWS = st.one_of(st.integers(1, 30), st.integers(31, 2 * BLOCK_ROWS + 20))
+ROWS = st.one_of(st.integers(1, 30), st.integers(31, BLOCK_ROWS + 20))
 
 
 fmaf = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
@@ -214,3 +214,22 @@ def test_what_does_not_fit_the_panels_never_reaches_the_kernel(
 ) -> None:
     with pytest.raises(AssertionError):
         product(x_MK, pack_panels(torch.zeros(20, 7), torch.float16), num_outputs)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("num_outputs", [16, 24, 512])
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 2 * BLOCK_ROWS + 3])
+def test_heads_have_the_bits_of_each_alone(num_rows: int, num_outputs: int, threads: int) -> None:
+    num_heads, num_inputs = 3, 393
+    x_MHK = torch.randn(num_rows, num_heads, num_inputs + 5)[..., 2:-3]
+    heads = [
+        pack_panels(torch.randn(num_outputs, num_inputs), torch.float32) for _ in range(num_heads)
+    ]
+    alone = [product(x_MHK[:, head], heads[head], num_outputs) for head in range(num_heads)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        y_MHN = product_by_head(x_MHK, torch.stack(heads), num_outputs)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(y_MHN, torch.stack(alone, dim=1))
