@@ -13,6 +13,7 @@ import threading
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
 
@@ -39,21 +40,16 @@ FLOAT_BYTES, INT_BYTES = 4, 8
 
 
 class Place(NamedTuple):
-    """Where the keys and values of a CPU lie, in float32: addresses, and strides in numbers.
+    """Where the keys and values of a CPU lie, in float32.
 
     Attributes:
-        keys, values: of position 0, which need not exist.
-        shape: H, K, V.
+        numbers: native/attention.py's PLACE; position 0 need not exist.
+        shape: H, K, V, and the strides of keys and of values between positions.
         end: positions before it exist.
     """
 
-    keys: int
-    values: int
-    key_head: int
-    value_head: int
-    key_stride: int
-    value_stride: int
-    shape: tuple[int, int, int]
+    numbers: tuple[int, int, int, int]
+    shape: tuple[int, int, int, int, int]
     end: int
 
 
@@ -96,14 +92,9 @@ def _place(keys: Tensor, values: Tensor, first_key: int) -> Place | None:
     num_heads, num_keys, key_dim = keys.shape
     assert values.shape[:2] == (num_heads, num_keys)
     return Place(
-        keys=zero_keys,
-        values=zero_values,
-        key_head=keys.stride(0),
-        value_head=values.stride(0),
-        key_stride=keys.stride(1),
-        value_stride=values.stride(1),
-        shape=(num_heads, key_dim, values.shape[2]),
-        end=first_key + num_keys,
+        (zero_keys, zero_values, keys.stride(0), values.stride(0)),
+        (num_heads, key_dim, values.shape[2], keys.stride(1), values.stride(1)),
+        first_key + num_keys,
     )
 
 
@@ -142,24 +133,20 @@ def attend(
     assert q_THGK.stride(3) == out_THGV.stride(3) == 1
     if not queries:
         return
-    window = window_tokens or MAX_POSITIONS
-    shape = (num_heads, key_dim, value_dim)
-    for part in queries:
-        _check(part, shape, len(q_THGK), window)
     if sinks_HG is not None:
         assert sinks_HG.shape == (num_heads, num_groups)
         assert sinks_HG.is_contiguous()
         assert sinks_HG.dtype == torch.float32
-    threads = torch.get_num_threads()
-    most_rows = num_groups * max(part.num_tokens for part in queries)
-    tile_rows = min(TILE_ROWS, -(-most_rows // ROWS) * ROWS)
-    size = slot_floats(tile_rows, value_dim)
-    work = _lay_out(queries, shape, num_groups, window, tile_rows, threads, size)
-    scratch = threads * scratch_floats(tile_rows, key_dim, value_dim)
-    room = _room.of(scratch + work.num_slots * size)
-    sequences = work.sequences.buffer_info()[0]
-    place = queries[0].span.place
-    assert place is not None
+    window, threads = window_tokens or MAX_POSITIONS, torch.get_num_threads()
+    heads = (num_heads, num_groups)
+    layout = _lay_out(tuple([part[1:] for part in queries]), *heads, value_dim, window, threads)
+    assert layout.num_rows <= len(q_THGK)
+    numbers, strides = _places(queries, layout, (num_heads, key_dim, value_dim))
+    num_places = len(numbers)
+    places = array("q", numbers + [0] * layout.num_counters)
+    place_address = places.buffer_info()[0]
+    scratch = threads * scratch_floats(layout.tile_rows, key_dim, value_dim)
+    room = _room.of(scratch + layout.num_slots * slot_floats(layout.tile_rows, value_dim))
     attention_kernel()(
         q_THGK.data_ptr(),
         *q_THGK.stride()[:3],
@@ -167,89 +154,95 @@ def attend(
         *out_THGV.stride()[:3],
         address(sinks_HG),
         sinks_HG is not None,
-        sequences,
+        place_address,
+        layout.sequences.buffer_info()[0],
         len(queries),
-        work.num_units,
-        sequences + work.counters_at * INT_BYTES,
+        layout.num_units,
+        place_address + num_places * INT_BYTES,
         room,
         room + scratch * FLOAT_BYTES,
         key_dim,
         value_dim,
-        place.key_stride,
-        place.value_stride,
+        *strides,
         num_groups,
         window,
-        tile_rows,
+        layout.tile_rows,
         scale,
-        threads=min(threads, work.num_units),
+        threads=min(threads, layout.num_units),
     )
 
 
-def _check(part: Queries, shape: tuple[int, int, int], num_rows: int, window: int) -> None:
-    """The kernel reads and writes wherever it is told."""
-    place, end = part.span.place, part.first_position + part.num_tokens
-    assert place is not None, "keys and values are float32 on the CPU, without strides"
-    assert place.shape == shape, f"keys of {place.shape}, queries of {shape}"
-    assert part.num_tokens > 0 <= part.first_row <= num_rows - part.num_tokens
-    first_seen = max(0, part.first_position - window + 1)
-    assert part.span.first_key <= first_seen < end <= min(place.end, MAX_POSITIONS)
+def _places(
+    queries: Sequence[Queries], layout: "_Layout", shape: tuple[int, int, int]
+) -> tuple[list[int], tuple[int, ...]]:
+    """Return where keys and values lie, and their strides; the kernel reads wherever it is told."""
+    numbers: list[int] = []
+    first = queries[0].span.place
+    for part, (low, high) in zip(queries, layout.seen, strict=True):
+        place = part.span.place
+        assert place is not None, "keys and values are float32 on the CPU, with unit strides"
+        assert first is not None
+        assert place.shape == first.shape
+        assert part.span.first_key <= low < high <= place.end, "a key that a query sees is not held"
+        numbers += place.numbers
+    assert first is not None
+    assert first.shape[:3] == shape, f"keys and values of {first.shape}, queries of {shape}"
+    return numbers, first.shape[3:]
 
 
-class _Work(NamedTuple):
-    """What the kernel is told of its units.
+class _Layout(NamedTuple):
+    """The units of work: tiles, or blocks of tiles where there would be few and they are small.
 
     Attributes:
-        sequences: native/attention.py's SEQUENCE of each, and then the counters.
-        counters_at: where they begin.
+        sequences: native/attention.py's SEQUENCE of each.
+        seen: the positions from the first to the end that some query of each sees.
+        num_rows: the batch's, at least.
     """
 
     sequences: "array[int]"
-    counters_at: int
+    seen: list[tuple[int, int]]
+    num_rows: int
+    tile_rows: int
     num_units: int
     num_slots: int
+    num_counters: int
 
 
+@lru_cache(maxsize=64)
 def _lay_out(
-    queries: Sequence[Queries],
-    shape: tuple[int, int, int],
+    parts: tuple[tuple[int, int, int], ...],
+    num_heads: int,
     num_groups: int,
+    value_dim: int,
     window: int,
-    tile_rows: int,
     threads: int,
-    slot_size: int,
-) -> _Work:
-    """Return the units: tiles, or blocks of tiles where there would be few and they are small."""
-    num_heads = shape[0]
-    tiles = [num_heads * -(-part.num_tokens * num_groups // tile_rows) for part in queries]
-    blocks = [_num_blocks(part, window) for part in queries]
-    num_split = sum(map(mul, tiles, blocks))
+) -> _Layout:
+    """Return the layout for Queries' positions, rows and tokens; layers of a kind share it."""
+    for position, first_row, num_tokens in parts:
+        assert position >= 0
+        assert first_row >= 0
+        assert num_tokens > 0
+        assert position + num_tokens <= MAX_POSITIONS
+    most_rows = num_groups * max(num_tokens for _, _, num_tokens in parts)
+    tile_rows = min(TILE_ROWS, -(-most_rows // ROWS) * ROWS)
+    tiles = [num_heads * -(-num_tokens * num_groups // tile_rows) for _, _, num_tokens in parts]
+    seen = [(max(0, first - window + 1), first + count) for first, _, count in parts]
+    blocks = [(high - 1) // KEY_BLOCK - low // KEY_BLOCK + 1 for low, high in seen]
+    split_floats = sum(map(mul, tiles, blocks)) * slot_floats(tile_rows, value_dim)
     is_split = threads > 1 and sum(tiles) < SPLIT_TILES_PER_THREAD * threads
-    is_split = is_split and num_split * slot_size * FLOAT_BYTES <= MAX_SPLIT_BYTES
-    fields: list[int] = []
+    is_split = is_split and split_floats * FLOAT_BYTES <= MAX_SPLIT_BYTES
+    sequences = array("q")
     num_units, num_slots, num_counters = 0, threads, 0
-    for part, num_tiles, num_blocks in zip(queries, tiles, blocks, strict=True):
-        place = part.span.place
-        assert place is not None
-        fields += (
-            *place[:4],
-            part.first_position,
-            part.num_tokens * num_groups,
-            part.first_row,
-            num_units,
-            num_blocks if is_split else 0,
-            num_slots,
-            num_counters,
-        )
-        num_units += num_tiles * (num_blocks if is_split else 1)
-        num_slots += num_tiles * num_blocks if is_split else 0
+    for part, num_tiles, num_blocks in zip(parts, tiles, blocks, strict=True):
+        position, first_row, num_tokens = part
+        splits = num_blocks if is_split else 0
+        sequences.extend((position, num_tokens * num_groups, first_row))
+        sequences.extend((num_units, splits, num_slots, num_counters))
+        num_units += num_tiles * max(1, splits)
+        num_slots += num_tiles * splits
         num_counters += num_tiles
-    return _Work(array("q", fields + [0] * num_counters), len(fields), num_units, num_slots)
-
-
-def _num_blocks(part: Queries, window: int) -> int:
-    """Return how many blocks hold what some of the queries see."""
-    low = max(0, part.first_position - window + 1)
-    return (part.first_position + part.num_tokens - 1) // KEY_BLOCK - low // KEY_BLOCK + 1
+    num_rows = max(first_row + num_tokens for _, first_row, num_tokens in parts)
+    return _Layout(sequences, seen, num_rows, tile_rows, num_units, num_slots, num_counters)
 
 
 class _Room(threading.local):

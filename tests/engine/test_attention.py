@@ -201,6 +201,7 @@ def test_no_layout_changes_a_bit(
     whole = sequence.whole(200)
     monkeypatch.setattr(attention, "TILE_ROWS", tile_rows)
     monkeypatch.setattr(attention, "SPLIT_TILES_PER_THREAD", split_tiles)
+    monkeypatch.setattr(attention, "_lay_out", attention._lay_out.__wrapped__)
     with threads(2):
         assert torch.equal(sequence.whole(200), whole)
 

@@ -54,6 +54,7 @@ ARGUMENTS: dict[str, Argument] = {
     "out_group": "int",
     "sinks": "float32*",
     "has_sinks": "int",
+    "places": "int64*",
     "sequences": "int64*",
     "num_sequences": "int",
     "num_units": "int",
@@ -70,11 +71,10 @@ ARGUMENTS: dict[str, Argument] = {
     "scale": "float",
 }
 """Strides are in elements. `scratch` and the first `slots` are the threads', one each."""
+PLACE = ("keys", "values", "key_head", "value_head")
+"""A sequence's int64s in `places`: addresses of the keys and values of position 0, and strides between
+heads."""
 SEQUENCE = (
-    "keys",
-    "values",
-    "key_head",
-    "value_head",
     "position",
     "num_rows",
     "first_token",
@@ -83,10 +83,9 @@ SEQUENCE = (
     "first_slot",
     "first_counter",
 )
-"""A sequence's int64s: addresses of the keys and values of position 0, and strides between heads;
-position of the first query, query rows of a KV head, the first query's place in the batch; number of
-its first unit; how many units a tile's blocks are, or 0; and where it has a slot for each such unit
-and a counter, 0 at first, for each tile."""
+"""And in `sequences`: position of the first query, query rows of a KV head, the first query's place in
+the batch; number of its first unit; how many units a tile's blocks are, or 0; and where it has a slot
+for each such unit and a counter, 0 at first, for each tile."""
 
 
 def slot_floats(tile_rows: int, value_dim: int) -> int:
@@ -160,15 +159,15 @@ class _Unit:
             first = (sequences + (sequence * len(SEQUENCE) + first_unit)).load()
             with code.when(first <= number):
                 found.set(sequence)
-        place = sequences + found.value * len(SEQUENCE)
-        field = {name: (place + index).load() for index, name in enumerate(SEQUENCE)}
+        own = sequences + found.value * len(SEQUENCE)
+        field = {name: (own + index).load() for index, name in enumerate(SEQUENCE)}
         self.num_splits = field["num_splits"]
         self.is_split, self.is_whole = self.num_splits > 0, self.num_splits <= 0
         splits = code.select(self.is_split, self.num_splits, 1)
         num_groups, tile_rows = task.number("num_groups"), task.number("tile_rows")
         tiles = (field["num_rows"] + (tile_rows - 1)) // tile_rows
-        own = number - field["first_unit"]
-        tile, split = own // splits, own % splits
+        index = number - field["first_unit"]
+        tile, split = index // splits, index % splits
         self.counter = field["first_counter"] + tile
         self.head = tile // tiles
         # Late tiles see most and come first, so that threads end together.
@@ -186,8 +185,9 @@ class _Unit:
         self.first_block = code.select(self.is_split, block + split, self.low // KEY_BLOCK)
         self.end_block = code.select(self.is_split, block + split + 1, end)
         self._place_scratch(task)
-        self.keys = place.load_pointer(F32) + self.head * field["key_head"]
-        self.values = (place + 1).load_pointer(F32) + self.head * field["value_head"]
+        place = task.pointer("places") + found.value * len(PLACE)
+        self.keys = place.load_pointer(F32) + self.head * (place + 2).load()
+        self.values = (place + 1).load_pointer(F32) + self.head * (place + 3).load()
         self.key_stride, self.value_stride = task.number("key_stride"), task.number("value_stride")
         self.scale = code.splat(task.number("scale"), LANES)
 
