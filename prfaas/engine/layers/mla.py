@@ -20,10 +20,8 @@ from prfaas.engine.layers.gates import sigmoid
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear
 from prfaas.engine.mixer_spec import MlaSpec
+from prfaas.engine.native.product import pack_panels, product_by_head
 from prfaas.engine.rope import RopeTable, rotate
-
-ROW_MULTIPLE = 8
-"""A head's product has at least 4 rows; below that the library takes another kernel."""
 
 
 class MlaMixer:
@@ -68,8 +66,8 @@ class MlaMixer:
         self.gate_proj = gate_proj
         self.rope = rope
         self.attend = attention(scale=spec.scale, window_tokens=None)
-        self._k_up_HNR = k_up_HNR.float().contiguous()
-        self._v_up_HRV = v_up_HRV.float().contiguous()
+        self._k_up = _HeadsLinear(k_up_HNR)
+        self._v_up = _HeadsLinear(v_up_HRV)
 
     def __call__(
         self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
@@ -85,19 +83,31 @@ class MlaMixer:
         latent_TR = self.kv_norm(kv_TK[:, : spec.latent_dim])
         batch.write_kv(layer, torch.cat([latent_TR, k_T1P[:, 0]], dim=1)[:, None])
         on_written()
-        q_THR = _by_head(q_TH[..., : spec.nope_dim], self._k_up_HNR).transpose(0, 1)
+        q_THR = self._k_up(q_TH[..., : spec.nope_dim])
         q_THK = torch.cat([q_THR, q_THP], dim=-1)
         out_THR = x_TD.new_empty(num_rows, spec.num_heads, spec.latent_dim)
         self.attend(q_THK.unsqueeze(1), batch, layer, out_THR.unsqueeze(1))
-        out_THV = _by_head(out_THR, self._v_up_HRV).transpose(0, 1).contiguous()
+        out_THV = self._v_up(out_THR)
         if self.gate_proj is not None:
             out_THV.mul_(sigmoid(self.gate_proj(x_TD)).unsqueeze(-1))
         return self.o_proj(out_THV.flatten(1))
 
 
-def _by_head(x_THN: Tensor, weight_HNM: Tensor) -> Tensor:
-    """Return each head's product with its own matrix, [H, T, M]; a row's bits are its own."""
-    num_rows = x_THN.shape[0]
-    if padding := -num_rows % ROW_MULTIPLE:
-        x_THN = torch.cat([x_THN, x_THN[:1].expand(padding, -1, -1)])
-    return torch.bmm(x_THN.transpose(0, 1), weight_HNM)[:, :num_rows]
+class _HeadsLinear:
+    """Each head's product with its own matrix; on a CPU a row's bits are its own."""
+
+    def __init__(self, weight_HNM: Tensor) -> None:
+        weight_HNM = weight_HNM.float()
+        self._num_outputs = weight_HNM.shape[2]
+        self._is_packed = weight_HNM.is_cpu
+        if self._is_packed:
+            panels = [pack_panels(weight_NM.T, torch.float32) for weight_NM in weight_HNM]
+            self._weights = torch.stack(panels)
+        else:
+            self._weights = weight_HNM.contiguous()
+
+    def __call__(self, x_THN: Tensor) -> Tensor:
+        """Return contiguous [T, H, M]."""
+        if self._is_packed:
+            return product_by_head(x_THN, self._weights, self._num_outputs)
+        return torch.bmm(x_THN.transpose(0, 1), self._weights).transpose(0, 1).contiguous()
