@@ -227,7 +227,7 @@ class Mamba2Spec(_FixedState):
     gated_norm: Literal["gate_first", "norm_first"] | None = "gate_first"
     """None: the gate alone (Falcon-H1)."""
     mixer: Literal["mamba2"] = "mamba2"
-    state_layout: ClassVar[str] = "conv-xbc-tc,state-hpn"
+    state_layout: ClassVar[str] = "conv-xbc-tc,state-hnp"
 
     @property
     def inner_dim(self) -> int:
@@ -241,10 +241,10 @@ class Mamba2Spec(_FixedState):
 
     @property
     def states(self) -> tuple[StateTensor, ...]:
-        """The convolution's last rows and S [heads, head dim, state dim]."""
+        """The convolution's last rows and S [heads, state dim, head dim]."""
         return (
             _conv_rows(self.conv_width, self.conv_channels),
-            _recurrent(self.num_heads, self.head_dim, self.state_dim),
+            _recurrent(self.num_heads, self.state_dim, self.head_dim),
         )
 
 

@@ -1,12 +1,10 @@
 """Runs the recurrence of a linear mixer over a batch, and keeps its states.
 
-Default: the tokens of a prompt are computed in chunks between the multiples of CHUNK_TOKENS, at
-absolute positions, and those after it one by one. So the bits are a function of the tokens and the
-prompt's length, as long as every cut lies on that grid.
+On a CPU our own kernels take token after token (`begin`, and `Part.hold`): a state and an output
+follow from the tokens before alone, however they were cut, in prefill and in decode.
 
-Strict: a row is always computed as a row of the whole chunk it lies in, from the state at the grid
-line and the input rows since, zeros after it. So the bits do not depend on any cut, at the price of
-a chunk for each decoded token.
+Elsewhere torch computes (`run`): the tokens of a prompt in chunks between the multiples of
+CHUNK_TOKENS, at absolute positions, and those after it one by one. Bits depend on that, too.
 
 Shapes: T rows of the batch, R width of an input row, X width of an output row, S sequences.
 """
@@ -19,11 +17,56 @@ import torch
 from torch import Tensor
 
 from prfaas.engine.batch import Batch
+from prfaas.engine.native.recurrence import Piece
 from prfaas.engine.states import CHUNK_TOKENS, LayerState, State
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The rows of one sequence in a batch, and where a layer's state is to be kept."""
+
+    rows: slice
+    state: State
+    """Before the first of them."""
+    stops: Sequence[int]
+    """Rows of the batch, ascending, before which a state is kept; the last is the rows' end."""
+    layer_state: LayerState
+    position: int
+    """Of the first row."""
+
+    def hold(self, states: Sequence[State]) -> None:
+        """Keep the state at each of `stops`."""
+        for stop, state in zip(self.stops, states, strict=True):
+            self.layer_state.hold(self.position + stop - self.rows.start, state)
+
+    def piece(self, index: int) -> Piece:
+        """Return the rows for a kernel that makes the state's tensor `index`, in new memory."""
+        tensor = self.state[index]
+        ends = [(stop, torch.empty_like(tensor)) for stop in self.stops]
+        return Piece(start=self.rows.start, stop=self.rows.stop, state_HKV=tensor, ends=ends)
+
+
+def begin(batch: Batch, layer: int) -> list[Part]:
+    """Return the parts of a batch; a layer must hold each one's state at kv.num_tokens."""
+    parts = []
+    for rows, segment in batch.parts:
+        layer_state, position = segment.kv.state_of(layer), segment.kv.num_tokens
+        end = position + rows.stop - rows.start
+        stops = [*(at for at in layer_state.wanted if position < at < end), end]
+        parts.append(
+            Part(
+                rows=rows,
+                state=layer_state.at(position),
+                stops=[rows.start + at - position for at in stops],
+                layer_state=layer_state,
+                position=position,
+            )
+        )
+    return parts
+
+
 class Recurrence(Protocol):
-    """A mixer's fold over tokens, between its input and output projections."""
+    """A mixer's fold over tokens by torch, between its input and output projections."""
 
     row_dim: int
     """R."""
@@ -41,10 +84,7 @@ class Recurrence(Protocol):
         ...
 
     def step(self, rows_SR: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
-        """Return [S, X] by the sequential form: one row of each of S sequences, and their states.
-
-        A sequence's bits do not depend on the others.
-        """
+        """Return [S, X] by the sequential form: one row of each of S sequences, and their states."""
         ...
 
 
@@ -70,9 +110,6 @@ def run(core: Recurrence, rows_TR: Tensor, batch: Batch, layer: int, out_TX: Ten
     for rows, segment in batch.parts:
         layer_state = segment.kv.state_of(layer)
         position = segment.kv.num_tokens
-        if layer_state.replay_dim is not None:
-            _replay(core, rows_TR[rows], layer_state, position, out_TX[rows])
-            continue
         num_rows = rows.stop - rows.start
         end = segment.prompt_end
         num_scanned = num_rows if end is None else min(num_rows, max(0, end - position))
@@ -131,27 +168,3 @@ def _step(core: Recurrence, rows_TR: Tensor, walks: Sequence[_Walk], out_TX: Ten
         walk.position += 1
         if walk.row == walk.stop or walk.position in walk.layer_state.wanted:
             walk.layer_state.hold(walk.position, state)
-
-
-def _replay(
-    core: Recurrence, rows_TR: Tensor, layer_state: LayerState, position: int, out_TX: Tensor
-) -> None:
-    """Compute rows from `position` on as rows of whole chunks."""
-    *carried, kept_CR = layer_state.at(position)
-    num_kept = position % CHUNK_TOKENS
-    if num_kept:
-        rows_TR = torch.cat([kept_CR[:num_kept], rows_TR])
-    first, num_rows = position - num_kept, len(rows_TR)
-    end = first + num_rows
-    last_line = end - end % CHUNK_TOKENS
-    lines = {at for at in (*layer_state.wanted, last_line) if first < at <= last_line}
-    stops = sorted(at - first for at in lines)
-    out, states = core.scan(rows_TR, tuple(carried), stops)
-    out_TX.copy_(out[num_kept:])
-    for stop, state in zip(stops, states, strict=True):
-        carried = list(state)
-        layer_state.hold(first + stop, (*state, torch.zeros_like(kept_CR)))
-    if end > last_line:
-        since_CR = torch.zeros_like(kept_CR)
-        since_CR[: end - last_line] = rows_TR[last_line - first :]
-        layer_state.hold(end, (*carried, since_CR))

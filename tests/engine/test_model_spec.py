@@ -125,7 +125,7 @@ def test_the_groups_hold_all_that_the_layers_keep(name: str) -> None:
 def test_falcons_layers_stand_in_a_group_of_attention_and_one_of_states() -> None:
     groups = layer_groups(describe(FALCON).layers, "bfloat16")
     assert [(group.kind, group.layers) for group in groups] == [("full", (0, 1)), ("state", (0, 1))]
-    assert [group.layout for group in groups] == ["kv-htd", "conv-xbc-tc,state-hpn"]
+    assert [group.layout for group in groups] == ["kv-htd", "conv-xbc-tc,state-hnp"]
 
 
 def test_full_attention_stands_before_windows_and_windows_before_states() -> None:

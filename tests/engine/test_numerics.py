@@ -1,5 +1,6 @@
 """The start-up self-test: it passes here, names what is broken, and does not depend on threads."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,6 @@ from prfaas.engine import linear
 from prfaas.engine.attention import attend
 from prfaas.engine.kv import AttentionSpec
 from prfaas.engine.layers.moe import MoeMlp
-from prfaas.engine.layers.parallel import ParallelMixer
 from prfaas.engine.linear import Packing
 from prfaas.engine.loader import load_model
 from prfaas.engine.mixer_spec import GqaSpec, MlaSpec
@@ -24,7 +24,6 @@ from prfaas.engine.numerics import (
     self_test,
 )
 from prfaas.engine.options import Numerics
-from prfaas.engine.states import State
 from prfaas.errors import ConfigError
 from tests.engine.golden import load
 from tests.tiny_models import Family, write_tiny_model
@@ -156,37 +155,26 @@ def test_attention_alone_has_one_fingerprint_whatever_the_mode() -> None:
     assert len(fingerprints) == 1
 
 
-@pytest.mark.parametrize("family", ["kimi_linear", "minimax", "falcon_h1", "lfm2"])
-def test_steps_that_depend_on_their_neighbours_are_found(
-    family: Family, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "minimax", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("num_rows", [5, 130])  # a piece behind its neighbour's two rows
+def test_a_walk_that_depends_on_how_tokens_were_cut_is_found(
+    family: Family, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny(family)
-    core = linear_core(model)
-    exact = core.step
+    index = next(i for i, layer in enumerate(model.config.layers) if layer.states)
+    block = model.layers[index]
+    exact = block.mixer
+    assert exact is not None
 
-    def step(rows_SR: Tensor, states: list[State]) -> tuple[Tensor, list[State]]:
-        out_SX, after = exact(rows_SR, states)
-        return (spoil(out_SX) if len(states) == 2 else out_SX), after
+    def mixer(x_TD: Tensor, *more: Any) -> Tensor:
+        out_TD = exact(x_TD, *more)
+        return spoil(out_TD) if len(x_TD) == num_rows else out_TD
 
-    monkeypatch.setattr(core, "step", step)
-    with pytest.raises(InexactKernelsError, match=r"layer \d, token by token"):
-        self_test(model)
-
-
-@pytest.mark.parametrize("family", ["kimi_linear", "minimax", "falcon_h1"])
-def test_chunks_that_depend_on_those_beside_them_are_found(
-    family: Family, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny(family)
-    core = linear_core(model)
-    exact = core.scan
-
-    def scan(rows_TR: Tensor, state: State, stops: list[int]) -> tuple[Tensor, list[State]]:
-        out_TX, states = exact(rows_TR, state, stops)
-        return (spoil(out_TX) if len(rows_TR) == 128 else out_TX), states
-
-    monkeypatch.setattr(core, "scan", scan)
-    with pytest.raises(InexactKernelsError, match=r"layer \d: "):
+    broken = replace(block, mixer=mixer)
+    monkeypatch.setattr(
+        model, "layers", (*model.layers[:index], broken, *model.layers[index + 1 :])
+    )
+    with pytest.raises(InexactKernelsError, match=rf"layer {index}"):
         self_test(model)
 
 
@@ -200,10 +188,3 @@ def test_an_expert_whose_rows_depend_on_their_neighbours_is_found(
     monkeypatch.setattr(moe, "experts", broken)
     with pytest.raises(InexactKernelsError, match=r"layer 0: "):
         self_test(model)
-
-
-def linear_core(model: Model) -> Any:
-    """The recurrence of the first linear mixer."""
-    index = next(i for i, layer in enumerate(model.config.layers) if layer.states)
-    mixer: Any = model.layers[index].mixer
-    return mixer.mamba.core if isinstance(mixer, ParallelMixer) else mixer.core

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from prfaas.engine.native.conv import ConvPiece, convolve
+from prfaas.engine.recurrence import Part
+
 BLOCK_VALUES = 1 << 17
 """Values computed at once: they stay in cache."""
 
@@ -31,6 +34,23 @@ class CausalConv:
     def device(self) -> torch.device:
         """Where the weights lie, and what is computed."""
         return self._weight_WC.device
+
+    def walk(self, rows_TC: Tensor, parts: Sequence[Part]) -> tuple[Tensor, list[list[Tensor]]]:
+        """Return the output of all parts' rows by our own kernel, and the states at their stops."""
+        pieces = [
+            ConvPiece(start=part.rows.start, stop=part.rows.stop, before_WC=part.state[0])
+            for part in parts
+        ]
+        out_TC = convolve(rows_TC, pieces, self._weight_WC, self._bias_C, has_silu=self._has_silu)
+        return out_TC, [[self._kept(rows_TC, part, stop) for stop in part.stops] for part in parts]
+
+    def _kept(self, rows_TC: Tensor, part: Part, stop: int) -> Tensor:
+        """Return the last rows before `stop`, some of which may lie before the part."""
+        start = stop - self._num_kept
+        if start >= part.rows.start:
+            return rows_TC[start:stop].clone(memory_format=torch.contiguous_format)
+        earlier_WC = part.state[0][stop - part.rows.start :]
+        return torch.cat([earlier_WC, rows_TC[part.rows.start : stop]])
 
     def scan(
         self, rows_TC: Tensor, state_WC: Tensor, stops: Sequence[int]

@@ -12,11 +12,13 @@ from torch import Tensor
 from prfaas.engine.batch import Batch
 from prfaas.engine.layers.conv import CausalConv
 from prfaas.engine.layers.delta import DeltaRecurrence
+from prfaas.engine.layers.delta_walk import DeltaWalk
 from prfaas.engine.layers.gates import sigmoid, softplus
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear
 from prfaas.engine.mixer_spec import KdaSpec
-from prfaas.engine.recurrence import run
+from prfaas.engine.native.gates import gate_rows
+from prfaas.engine.recurrence import begin, run
 
 
 class KdaMixer:
@@ -45,8 +47,9 @@ class KdaMixer:
         self.g_b = g_b
         self.norm = norm
         self.out_proj = out_proj
+        conv = CausalConv(conv_weight_WC, has_silu=True)
         self.core = DeltaRecurrence(
-            CausalConv(conv_weight_WC, has_silu=True),
+            conv,
             num_key_heads=spec.num_heads,
             num_value_heads=spec.num_heads,
             key_dim=spec.head_dim,
@@ -55,6 +58,19 @@ class KdaMixer:
         )
         self._A_X = A_log_H.float().exp().reshape(-1, 1).repeat(1, spec.head_dim).flatten()
         self._dt_bias_X = dt_bias_HD.float().flatten()
+        self._norm_weight_HK = norm.weight.repeat(spec.num_heads, 1)
+        self._walk = None
+        if conv.device.type == "cpu":
+            self._walk = DeltaWalk(
+                conv,
+                num_key_heads=spec.num_heads,
+                key_dim=spec.head_dim,
+                value_dim=spec.head_dim,
+                A_G=self._A_X,
+                bias_G=self._dt_bias_X,
+                is_by_channel=True,
+                decay_bound=spec.decay_bound if spec.decay == "bounded" else None,
+            )
 
     def __call__(
         self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
@@ -64,12 +80,24 @@ class KdaMixer:
         gate_dim = inner_dim if spec.gate_rank is None else spec.gate_rank
         widths = [3 * inner_dim, spec.num_heads, gate_dim, gate_dim]
         u_TC, b_TH, f_TF, gate_TF = torch.split(self.in_proj(x_TD), widths, dim=1)
-        decay_TX = self._decay(f_TF if self.f_b is None else self.f_b(f_TF.contiguous()))
-        out_TX = x_TD.new_zeros(len(x_TD), inner_dim)
-        rows_TR = torch.cat([u_TC, sigmoid(b_TH), decay_TX], dim=1)
+        f_TX = f_TF if self.f_b is None else self.f_b(f_TF.contiguous())
+        gate_TX = gate_TF if self.g_b is None else self.g_b(gate_TF.contiguous())
+        out_TX = x_TD.new_empty(len(x_TD), inner_dim)
+        if self._walk is not None:
+            self._walk(u_TC, b_TH, f_TX, begin(batch, layer), out_TX)
+            on_written()
+            gate_rows(
+                out_TX,
+                gate_TX,
+                activation="sigmoid",
+                order="norm_first",
+                weight_NM=self._norm_weight_HK,
+                eps=self.norm.eps,
+            )
+            return self.out_proj(out_TX)
+        rows_TR = torch.cat([u_TC, sigmoid(b_TH), self._decay(f_TX)], dim=1)
         run(self.core, rows_TR, batch, layer, out_TX)
         on_written()
-        gate_TX = gate_TF if self.g_b is None else self.g_b(gate_TF.contiguous())
         normed_THK = self.norm(out_TX.view(len(x_TD), spec.num_heads, spec.head_dim))
         return self.out_proj(normed_THK.view_as(out_TX).mul_(sigmoid(gate_TX)))
 

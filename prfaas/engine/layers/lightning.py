@@ -17,7 +17,9 @@ from prfaas.engine.layers.mlp import silu
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear
 from prfaas.engine.mixer_spec import LightningSpec
-from prfaas.engine.recurrence import run
+from prfaas.engine.native.gates import gate_rows
+from prfaas.engine.native.recurrence import Inputs, walk
+from prfaas.engine.recurrence import Part, begin, run
 from prfaas.engine.rope import RopeTable, rotate
 from prfaas.engine.states import CHUNK_TOKENS, State
 
@@ -125,6 +127,26 @@ class LightningCore:
         return end_HKV.baddbmm_(k_HCK.transpose(1, 2), v_HCK[:, :num_rows])
 
 
+class LightningWalk:
+    """The recurrence by our own kernel, over the same rows."""
+
+    def __init__(self, spec: LightningSpec) -> None:
+        self._scale = spec.scale
+        self._shape = (3 * spec.num_heads, spec.head_dim)
+        self._loss_H = torch.expm1(-slopes(spec)).float()
+
+    def __call__(self, rows_TR: Tensor, parts: Sequence[Part], out_TX: Tensor) -> None:
+        """Write the output rows of all parts, and hold their states."""
+        q_THK, k_THK, v_THK = rows_TR.view(len(rows_TR), *self._shape).chunk(3, dim=1)
+        inputs = Inputs(
+            q_ThK=q_THK, k_ThK=k_THK, v_THV=v_THK, decay=self._loss_H, scale=self._scale
+        )
+        pieces = [part.piece(0) for part in parts]
+        walk("linear-constant", inputs, pieces, out_TX.view(v_THK.shape))
+        for part, piece in zip(parts, pieces, strict=True):
+            part.hold([(state_HKV,) for _, state_HKV in piece.ends])
+
+
 class LightningMixer:
     """One lightning attention layer; each output row is normed by group, then gated.
 
@@ -143,6 +165,7 @@ class LightningMixer:
     ) -> None:
         self.spec = spec
         self.core = LightningCore(spec, norm.weight.device)
+        self._walk = LightningWalk(spec) if norm.weight.is_cpu else None
         self.in_proj = in_proj
         self.qk_norm = qk_norm
         self.rope = rope
@@ -156,7 +179,19 @@ class LightningMixer:
         core = self.core
         projected_TR = self.in_proj(x_TD)
         rows_TR = self._rows(projected_TR[:, : core.row_dim], batch)
-        out_TX = x_TD.new_zeros(len(x_TD), core.out_dim)
+        out_TX = x_TD.new_empty(len(x_TD), core.out_dim)
+        if self._walk is not None:
+            self._walk(rows_TR, begin(batch, layer), out_TX)
+            on_written()
+            gate_rows(
+                out_TX,
+                projected_TR[:, core.row_dim :],
+                activation="sigmoid",
+                order="norm_first",
+                weight_NM=self.norm.weight,
+                eps=self.norm.eps,
+            )
+            return self.out_proj(out_TX)
         run(core, rows_TR, batch, layer, out_TX)
         on_written()
         normed_TX = self.norm(out_TX.view(len(x_TD), *self.norm.weight.shape)).view_as(out_TX)

@@ -1,10 +1,10 @@
 """Mamba-2: a state space layer with one decay a head and token, behind a short convolution.
 
-a = exp(-exp(A_log) dt);  S <- a S + (dt x) B^T;  y = S C + D x, the token itself included.
+a = exp(-exp(A_log) dt);  S <- a S + B (dt x)^T;  y = S^T C + D x, the token itself included.
 
 Shapes: T rows, S sequences, C rows of a chunk, H heads, P head dim, N state dim, G groups of heads
 that share B and C, Q = HP / G, I = HP inner dim, D model dim, R = I + 2GN + H rows x, B, C, dt.
-The states are the convolution's last rows [W - 1, I + 2GN] and S [H, P, N].
+The states are the convolution's last rows [W - 1, I + 2GN] and S [H, N, P].
 """
 
 import math
@@ -20,27 +20,26 @@ from prfaas.engine.layers.mlp import silu
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear
 from prfaas.engine.mixer_spec import Mamba2Spec
-from prfaas.engine.recurrence import run
+from prfaas.engine.native.gates import gate_rows, step_sizes
+from prfaas.engine.native.recurrence import Inputs, walk
+from prfaas.engine.recurrence import Part, begin, run
 from prfaas.engine.states import CHUNK_TOKENS, State
-
-STEP_ROWS = 8
-"""Rows of a step's product S C: a matrix product of fewer takes other kernels on some machines."""
 
 
 def recur(
-    x_THP: Tensor, B_THN: Tensor, C_THN: Tensor, dt_TH: Tensor, A_H: Tensor, state_HPN: Tensor
+    x_THP: Tensor, B_THN: Tensor, C_THN: Tensor, dt_TH: Tensor, A_H: Tensor, state_HNP: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return S C for each token [T, H, P] and the last state, in the inputs' dtype.
+    """Return S^T C for each token [T, H, P] and the last state, in the inputs' dtype.
 
     The definition that `Mamba2Core` is tested against; nothing calls it while serving.
     """
     rows = []
     for x_HP, B_HN, C_HN, dt_H in zip(x_THP, B_THN, C_THN, dt_TH, strict=True):
         decay_H11 = torch.exp(dt_H * A_H)[:, None, None]
-        dtx_HP1 = (dt_H[:, None] * x_HP)[:, :, None]
-        state_HPN = decay_H11 * state_HPN + dtx_HP1 * B_HN[:, None, :]
-        rows.append((state_HPN * C_HN[:, None, :]).sum(-1))
-    return torch.stack(rows), state_HPN
+        dtx_H1P = (dt_H[:, None] * x_HP)[:, None, :]
+        state_HNP = decay_H11 * state_HNP + B_HN[:, :, None] * dtx_H1P
+        rows.append((state_HNP * C_HN[:, :, None]).sum(1))
+    return torch.stack(rows), state_HNP
 
 
 class Mamba2Core:
@@ -66,7 +65,8 @@ class Mamba2Core:
         self, rows_TR: Tensor, state: State, stops: Sequence[int]
     ) -> tuple[Tensor, list[State]]:
         """Return the outputs [T, I] and the state after each of `stops` rows, in chunks."""
-        conv_rows_WC, state_HPN = state
+        conv_rows_WC, state_HNP = state
+        state_HPN = state_HNP.transpose(1, 2).contiguous()
         widths, num_rows = [self._spec.conv_channels, self._spec.num_heads], len(rows_TR)
         out_TX = rows_TR.new_empty(num_rows, self.out_dim)
         states: list[State] = []
@@ -79,7 +79,7 @@ class Mamba2Core:
             if stop < num_rows or stop in stops:
                 state_HPN = chunk.end_state(state_HPN)
             if stop in stops:
-                states.append((conv_rows_WC, state_HPN))
+                states.append((conv_rows_WC, state_HPN.transpose(1, 2).contiguous()))
         return out_TX, states
 
     def step(self, rows_SR: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
@@ -91,21 +91,66 @@ class Mamba2Core:
         dt_SH = rows_SR[:, spec.conv_channels :].contiguous()
         decay_SH11 = torch.exp(dt_SH * self._A_H)[:, :, None, None]
         x_SHP = x_SX.reshape(num_rows, spec.num_heads, spec.head_dim)
-        by_group = (num_rows, spec.num_groups, -1)
-        dtx_SGQ = (x_SHP * dt_SH[:, :, None]).view(by_group)
-        B_SGN = B_SX.reshape(by_group)
-        C_SGRN = x_SX.new_zeros(num_rows, spec.num_groups, STEP_ROWS, spec.state_dim)
-        C_SGRN[:, :, 0] = C_SX.reshape(by_group)
-        out_SGRQ = x_SX.new_empty(num_rows, spec.num_groups, STEP_ROWS, dtx_SGQ.shape[-1])
+        dtx_SH1P = (x_SHP * dt_SH[:, :, None])[:, :, None]
+        B_SHN, C_SHN = (
+            y_SX.reshape(num_rows, spec.num_groups, spec.state_dim).repeat_interleave(
+                spec.num_heads // spec.num_groups, dim=1
+            )
+            for y_SX in (B_SX, C_SX)
+        )
+        outs: list[Tensor] = []
         after: list[State] = []
-        for index, (_, state_HPN) in enumerate(states):
-            next_HPN = state_HPN * decay_SH11[index]
-            next_GQN = next_HPN.view(spec.num_groups, -1, spec.state_dim)
-            next_GQN.addcmul_(dtx_SGQ[index, :, :, None], B_SGN[index, :, None, :])
-            torch.bmm(C_SGRN[index], next_GQN.transpose(1, 2), out=out_SGRQ[index])
-            after.append((conv_states[index], next_HPN))
-        out_SHP = out_SGRQ[:, :, 0].reshape(x_SHP.shape)
-        return (out_SHP + x_SHP * self._D_H1).view(num_rows, -1), after
+        for index, (_, state_HNP) in enumerate(states):
+            next_HNP = state_HNP * decay_SH11[index]
+            next_HNP.addcmul_(B_SHN[index, :, :, None], dtx_SH1P[index])
+            outs.append(torch.bmm(C_SHN[index, :, None], next_HNP)[:, 0])
+            after.append((conv_states[index], next_HNP))
+        return (torch.stack(outs) + x_SHP * self._D_H1).view(num_rows, -1), after
+
+
+class Mamba2Walk:
+    """Convolution and recurrence by our own kernels, over rows [x | B | C] and dt as projected."""
+
+    def __init__(
+        self,
+        spec: Mamba2Spec,
+        *,
+        conv_weight_WC: Tensor,
+        conv_bias_C: Tensor | None,
+        A_log_H: Tensor,
+        D_H: Tensor,
+        dt_bias_H: Tensor,
+        dt_limit: tuple[float, float],
+    ) -> None:
+        self._spec = spec
+        self._conv = CausalConv(conv_weight_WC, conv_bias_C, has_silu=True)
+        self._A_H = torch.exp(A_log_H.float())
+        self._D_H = D_H.float().contiguous()
+        self._dt_bias_H = dt_bias_H.float().contiguous()
+        self._dt_limit = dt_limit
+
+    def __call__(self, u_TC: Tensor, dt_TH: Tensor, parts: Sequence[Part], out_TX: Tensor) -> None:
+        """Write the output rows of all parts, and hold their states."""
+        spec, num_rows = self._spec, len(u_TC)
+        xbc_TC, kept = self._conv.walk(u_TC, parts)
+        x_TI, B_TX, C_TX = _split(spec, xbc_TC)
+        by_group = (num_rows, spec.num_groups, spec.state_dim)
+        decay_TH, size_TH = step_sizes(
+            dt_TH, A_H=self._A_H, bias_H=self._dt_bias_H, limit=self._dt_limit
+        )
+        inputs = Inputs(
+            q_ThK=C_TX.view(by_group),
+            k_ThK=B_TX.view(by_group),
+            v_THV=x_TI.view(num_rows, spec.num_heads, spec.head_dim),
+            decay=decay_TH,
+            beta_TH=size_TH,
+            skip_H=self._D_H,
+        )
+        pieces = [part.piece(1) for part in parts]
+        walk("linear", inputs, pieces, out_TX.view(inputs.v_THV.shape))
+        for part, rows, piece in zip(parts, kept, pieces, strict=True):
+            states = [state_HNP for _, state_HNP in piece.ends]
+            part.hold(list(zip(rows, states, strict=True)))
 
 
 class _Chunk:
@@ -185,6 +230,17 @@ class Mamba2Mixer:
             A_log_H=A_log_H,
             D_H=D_H,
         )
+        self._walk = None
+        if conv_weight_WC.is_cpu:
+            self._walk = Mamba2Walk(
+                spec,
+                conv_weight_WC=conv_weight_WC,
+                conv_bias_C=conv_bias_C,
+                A_log_H=A_log_H,
+                D_H=D_H,
+                dt_bias_H=dt_bias_H,
+                dt_limit=dt_limit,
+            )
         self.in_proj = in_proj
         self.norm = norm
         self.out_proj = out_proj
@@ -198,12 +254,26 @@ class Mamba2Mixer:
         inner_dim, num_heads = self.spec.inner_dim, self.spec.num_heads
         projected_TR = self.in_proj(x_TD)
         z_TI, rows_TR = projected_TR[:, :inner_dim], projected_TR[:, inner_dim:]
+        y_TI = x_TD.new_empty(len(x_TD), inner_dim)
+        if self._walk is not None:
+            u_TC, dt_TH = rows_TR[:, :-num_heads], rows_TR[:, -num_heads:]
+            self._walk(u_TC, dt_TH, begin(batch, layer), y_TI)
+            on_written()
+            return self.out_proj(self._gated_rows(y_TI, z_TI))
         dt_TH = softplus(rows_TR[:, -num_heads:] + self._dt_bias_H)
         rows_TR[:, -num_heads:] = dt_TH.clamp_(*self._dt_limit)
-        y_TI = x_TD.new_zeros(len(x_TD), inner_dim)
         run(self.core, rows_TR, batch, layer, y_TI)
         on_written()
         return self.out_proj(self._gated(y_TI, silu(z_TI)))
+
+    def _gated_rows(self, y_TI: Tensor, z_TI: Tensor) -> Tensor:
+        """Return the outputs after gate and norm, by our own kernels."""
+        if self.norm is None or self.spec.gated_norm is None:
+            return y_TI.mul_(silu(z_TI))
+        weight_NM = self.norm.weight.view(-1, self.norm.weight.shape[-1])
+        order, eps = self.spec.gated_norm, self.norm.eps
+        gate_rows(y_TI, z_TI, activation="silu", order=order, weight_NM=weight_NM, eps=eps)
+        return y_TI
 
     def _gated(self, y_TI: Tensor, gate_TI: Tensor) -> Tensor:
         match self.spec.gated_norm:

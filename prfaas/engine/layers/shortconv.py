@@ -13,7 +13,7 @@ from prfaas.engine.batch import Batch
 from prfaas.engine.layers.conv import CausalConv
 from prfaas.engine.linear import Linear
 from prfaas.engine.mixer_spec import ShortConvSpec
-from prfaas.engine.recurrence import run
+from prfaas.engine.recurrence import begin, run
 from prfaas.engine.states import State
 
 
@@ -23,19 +23,19 @@ class ShortConvCore:
     def __init__(
         self, spec: ShortConvSpec, *, conv_weight_WC: Tensor, conv_bias_C: Tensor | None
     ) -> None:
-        self._conv = CausalConv(conv_weight_WC, conv_bias_C)
+        self.conv = CausalConv(conv_weight_WC, conv_bias_C)
         self.row_dim = self.out_dim = spec.channels
 
     def scan(
         self, rows_TR: Tensor, state: State, stops: Sequence[int]
     ) -> tuple[Tensor, list[State]]:
         """Return the outputs [T, C] and the state after each of `stops` rows."""
-        out_TC, states = self._conv.scan(rows_TR, state[0], stops)
+        out_TC, states = self.conv.scan(rows_TR, state[0], stops)
         return out_TC, [(rows,) for rows in states]
 
     def step(self, rows_SR: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
         """Return the outputs [S, C] and the next states of one row of each sequence."""
-        out_SC, after = self._conv.step(rows_SR, [rows for (rows,) in states])
+        out_SC, after = self.conv.step(rows_SR, [rows for (rows,) in states])
         return out_SC, [(rows,) for rows in after]
 
 
@@ -61,7 +61,14 @@ class ShortConvMixer:
     ) -> Tensor:
         """Return the mixer's output rows; calls `on_written` once all states are in place."""
         B_TC, C_TC, x_TC = self.in_proj(x_TD).chunk(3, dim=1)
-        out_TC = x_TD.new_zeros(len(x_TD), self.spec.channels)
-        run(self.core, B_TC * x_TC, batch, layer, out_TC)
+        rows_TC = B_TC * x_TC
+        if x_TD.is_cpu:
+            parts = begin(batch, layer)
+            out_TC, states = self.core.conv.walk(rows_TC, parts)
+            for part, kept in zip(parts, states, strict=True):
+                part.hold([(rows_WC,) for rows_WC in kept])
+        else:
+            out_TC = x_TD.new_empty(len(x_TD), self.spec.channels)
+            run(self.core, rows_TC, batch, layer, out_TC)
         on_written()
         return self.out_proj(out_TC.mul_(C_TC))

@@ -16,9 +16,9 @@ from prfaas.engine.linear import Linear, Packing, pack
 from prfaas.engine.mixer_spec import MixerSpec
 from prfaas.engine.recurrence import Recurrence
 from prfaas.engine.sequence_kv import SequenceKv
-from prfaas.engine.states import CHUNK_TOKENS, State, replay_dim
+from prfaas.engine.states import CHUNK_TOKENS, State
 
-PACKING: Packing = "onednn-f32"
+PACKING: Packing = "fma-f32"
 
 
 class Mixer(Protocol):
@@ -65,64 +65,23 @@ def scan(core: Recurrence, rows_TR: Tensor, state: State) -> tuple[Tensor, State
     return out, state
 
 
-def check_core_cuts(core: Recurrence, rows_TR: Tensor, state: State, at: Sequence[int]) -> None:
-    """Scans between `at`, multiples of the chunk, give the bits of one scan: rows and states."""
-    whole, states = core.scan(rows_TR, state, at[1:])
-    for (start, stop), expected in zip(pairwise(at), states, strict=True):
-        piece, [state] = core.scan(rows_TR[start:stop], state, [stop - start])
-        assert torch.equal(piece, whole[start:stop])
-        assert same_bits(state, expected)
+def new_kv(spec: MixerSpec) -> SequenceKv:
+    return SequenceKv([spec], capacity_tokens=1024, block_tokens=CHUNK_TOKENS)
 
 
-def check_core_followers(core: Recurrence, rows_TR: Tensor, state: State) -> None:
-    """A row's bits are those of a scan that ends with it, of one chunk or of many."""
-    whole, _ = core.scan(rows_TR, state, [])
-    for stop in (1, 2, 3, 7, 31, 63, 64, 65, 127, 128, 130):
-        if stop <= len(rows_TR):
-            assert torch.equal(core.scan(rows_TR[:stop], state, [])[0], whole[:stop]), stop
-
-
-def check_core_steps(core: Recurrence, rows_SR: Tensor, states: Sequence[State]) -> None:
-    """A step of several sequences has the bits of a step of each, and writes no state."""
-    before = [[tensor.clone() for tensor in state] for state in states]
-    together, after = core.step(rows_SR, states)
-    for index, state in enumerate(states):
-        alone, [next_state] = core.step(rows_SR[index : index + 1], [state])
-        assert torch.equal(alone[0], together[index])
-        assert same_bits(next_state, after[index])
-        assert same_bits(state, tuple(before[index]))
-
-
-def check_core_threads(core: Recurrence, rows_TR: Tensor, state: State) -> None:
-    """The number of threads does not change a bit; rows must be enough for torch to share them."""
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
-            out, [end] = core.scan(rows_TR, state, [len(rows_TR)])
-            step, [after] = core.step(rows_TR[:1], [state])
-            results.append((out, step, *end, *after))
-    finally:
-        torch.set_num_threads(before)
-    assert same_bits(results[0], results[1])
-    assert same_bits(results[0], results[2])
-
-
-def new_kv(spec: MixerSpec, *, is_strict: bool = False) -> SequenceKv:
-    dims = [replay_dim(spec) if is_strict else None]
-    return SequenceKv([spec], capacity_tokens=1024, block_tokens=CHUNK_TOKENS, replay_dims=dims)
-
-
-def mix(mixer: Mixer, parts: Sequence[tuple[SequenceKv, Tensor, int | None]]) -> list[Tensor]:
+def mix(
+    mixer: Mixer,
+    parts: Sequence[tuple[SequenceKv, Tensor, int | None]],
+    wanted: Sequence[int] = (),
+) -> list[Tensor]:
     """Return the output rows of (kv, input rows, end of the prompt), in one forward."""
     segments = [
         Segment(kv=kv, tokens=[0] * len(x_TD), num_logits=0, prompt_end=end)
         for kv, x_TD, end in parts
     ]
     for kv, _, _ in parts:
-        kv.begin_forward(())
-    batch = Batch(segments, PACKING)
+        kv.begin_forward(wanted)
+    batch = Batch(segments)
     written: list[bool] = []
     out_TD = mixer(
         torch.cat([x_TD for _, x_TD, _ in parts]), batch, 0, lambda: written.append(True)
@@ -143,23 +102,29 @@ def mixed(
 
 
 def check_mixer_cuts(mixer: Mixer, spec: MixerSpec, x_TD: Tensor, at: Sequence[int]) -> None:
-    """Forwards cut at `at` give the bits of one, in rows and in states; the cuts are on the grid."""
+    """Forwards cut anywhere give the bits of one: rows, states at the cuts, and those at the end."""
     whole, pieces = new_kv(spec), new_kv(spec)
-    [expected] = mixed(mixer, whole, x_TD, [0, len(x_TD)])
-    assert torch.equal(torch.cat(list(mixed(mixer, pieces, x_TD, at))), expected)
-    assert same_bits(pieces.state_of(0).at(len(x_TD)), whole.state_of(0).at(len(x_TD)))
+    [expected] = mix(mixer, [(whole, x_TD, None)], wanted=at[1:])
+    for start, stop in pairwise(at):
+        [rows] = mix(mixer, [(pieces, x_TD[start:stop], None)])
+        assert torch.equal(rows, expected[start:stop])
+        assert same_bits(pieces.state_of(0).at(stop), whole.state_of(0).at(stop))
 
 
-def check_mixer_strict(
-    mixer: Mixer, spec: MixerSpec, x_TD: Tensor, at: Sequence[int], prompt_end: int
-) -> None:
-    """In strict mode any cut, and decode from `prompt_end` on, give the bits of one forward."""
-    whole, pieces = new_kv(spec, is_strict=True), new_kv(spec, is_strict=True)
-    [expected] = mixed(mixer, whole, x_TD, [0, len(x_TD)])
-    at = [cut for cut in at if cut < prompt_end] + list(range(prompt_end, len(x_TD) + 1))
-    rows = torch.cat(list(mixed(mixer, pieces, x_TD, at, prompt_end)))
-    assert torch.equal(rows, expected)
-    assert same_bits(pieces.state_of(0).at(len(x_TD)), whole.state_of(0).at(len(x_TD)))
+def check_mixer_threads(mixer: Mixer, spec: MixerSpec, x_TD: Tensor) -> None:
+    """The number of threads changes no bit."""
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            kv = new_kv(spec)
+            [rows] = mix(mixer, [(kv, x_TD, None)])
+            results.append((rows, *kv.state_of(0).at(len(x_TD))))
+    finally:
+        torch.set_num_threads(before)
+    assert same_bits(results[0], results[1])
+    assert same_bits(results[0], results[2])
 
 
 def check_mixer_neighbours(mixer: Mixer, spec: MixerSpec, x_TD: Tensor) -> None:

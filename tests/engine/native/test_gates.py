@@ -32,7 +32,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def gates_of(
-    f: Tensor, b: Tensor, qk: Tensor, A: Tensor, bias: Tensor, bound: float | None
+    f: Tensor, b: Tensor, qk: Tensor, A: Tensor, bias: Tensor, *, bound: float | None = None
 ) -> DeltaGates:
     return delta_gates(
         f, b, qk, A_G=A, bias_G=bias, decay_bound=bound, beta_scale=2.0, norm_eps=1e-6
@@ -60,7 +60,7 @@ def test_delta_gates_are_their_formulas(
     bound: float | None, num_decays: int, num_heads: int, key_dim: int
 ) -> None:
     f, b, qk, A, bias = random_gates(11, num_decays, num_heads, key_dim)
-    gates = gates_of(f, b, qk, A, bias, bound)
+    gates = gates_of(f, b, qk, A, bias, bound=bound)
     biased = (f + bias).double()
     if bound is None:
         logs = -A.double() * softplus(f + bias)
@@ -117,12 +117,12 @@ def test_gated_norms_are_their_formulas(
 @EACH_BOUND
 def test_a_row_of_delta_gates_has_its_bits_alone_and_on_any_threads(bound: float | None) -> None:
     f, b, qk, A, bias = random_gates(300, 37, 6, 24)
-    whole = gates_of(f, b, qk, A, bias, bound)
+    whole = gates_of(f, b, qk, A, bias, bound=bound)
     before = torch.get_num_threads()
     try:
         for num_threads, rows in ((3, slice(0, 300)), (2, slice(7, 200)), (1, slice(5, 6))):
             torch.set_num_threads(num_threads)
-            gates = gates_of(f[rows], b[rows], qk[rows], A, bias, bound)
+            gates = gates_of(f[rows], b[rows], qk[rows], A, bias, bound=bound)
             assert torch.equal(gates.decay_TG, whole.decay_TG[rows])
             assert torch.equal(gates.beta_TH, whole.beta_TH[rows])
             assert torch.equal(gates.scale_Th, whole.scale_Th[rows])
@@ -148,9 +148,9 @@ def test_a_gated_row_has_its_bits_alone_and_on_any_threads(order: Order) -> None
 
 def test_nothing_is_read_or_written_past_an_end() -> None:
     tensors = random_gates(5, 13, 3, 7)
-    wanted = gates_of(*tensors, None)
+    wanted = gates_of(*tensors)
     with guarded(*tensors) as fenced:
-        assert torch.equal(gates_of(*fenced, None).decay_TG, wanted.decay_TG)
+        assert torch.equal(gates_of(*fenced).decay_TG, wanted.decay_TG)
     y, gate, weight = torch.randn(5, 26), torch.randn(5, 26), torch.randn(2, 13)
     stands, written = inside(y)
     with guarded(gate, weight) as (fenced_gate, fenced_weight):

@@ -5,6 +5,7 @@ Shapes: T tokens, H heads, h key heads, K key dim, V value dim.
 
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def run(
 
 def cut(inputs: Inputs, start: int, stop: int, *, is_constant: bool) -> Inputs:
     """Return the rows' inputs."""
-    by_row = {
+    by_row: dict[str, Any] = {
         field.name: value[start:stop]
         for field in fields(inputs)
         if isinstance(value := getattr(inputs, field.name), Tensor) and field.name != "skip_H"
@@ -214,7 +215,7 @@ def test_rows_may_lie_apart(rule: Rule) -> None:
         rows = room[:, 2:-3].view(tensor.shape)
         return rows.copy_(tensor)
 
-    wide = {
+    wide: dict[str, Any] = {
         field.name: apart(value)
         for field in fields(inputs)
         if isinstance(value := getattr(inputs, field.name), Tensor) and field.name != "skip_H"
@@ -237,7 +238,8 @@ def test_nothing_is_read_or_written_past_an_end(rule: Rule, value_dim: int) -> N
         stands, out = inside(torch.zeros_like(inputs.v_THV))
         end_stands, end = inside(torch.zeros_like(state))
         piece = Piece(start=0, stop=6, state_HKV=fenced_state, ends=[(6, end)])
-        walk(rule, replace(inputs, **dict(zip(names, fenced, strict=True))), [piece], out)
+        held: dict[str, Any] = dict(zip(names, fenced, strict=True))
+        walk(rule, replace(inputs, **held), [piece], out)
     assert stands()
     assert end_stands()
     assert torch.equal(out, wanted)
