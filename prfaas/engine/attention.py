@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prfaas.engine.native.attention import (
+from prfaas.engine.native.attention import attention_kernel
+from prfaas.engine.native.attention_unit import (
     KEY_BLOCK,
     MAX_POSITIONS,
     ROWS,
-    attention_kernel,
     scratch_floats,
     slot_floats,
 )
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     """Where the keys and values of a CPU lie, in float32.
 
     Attributes:
-        numbers: native/attention.py's PLACE; position 0 need not exist.
+        numbers: native/attention_unit.py's PLACE; position 0 need not exist.
         shape: H, K, V, and the strides of keys and of values between positions.
         end: positions before it exist.
     """
@@ -194,7 +194,7 @@ class _Layout(NamedTuple):
     """The units of work: tiles, or blocks of tiles where there would be few and they are small.
 
     Attributes:
-        sequences: native/attention.py's SEQUENCE of each.
+        sequences: native/attention_unit.py's SEQUENCE of each.
         seen: the positions from the first to the end that some query of each sees.
         num_rows: the batch's, at least.
     """

@@ -21,7 +21,7 @@ from prfaas.engine.kv import CPU, AttentionSpec, attention_of, buffer_shapes, sp
 from prfaas.engine.linear import Packing
 from prfaas.engine.mixer_spec import GqaSpec, LightningSpec, MixerSpec
 from prfaas.engine.model import Model
-from prfaas.engine.native.attention import KEY_BLOCK
+from prfaas.engine.native.attention_unit import KEY_BLOCK
 from prfaas.engine.options import WeightDtype
 from prfaas.errors import ConfigError
 from prfaas.log import get_logger

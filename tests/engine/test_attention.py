@@ -15,7 +15,7 @@ from torch import Tensor
 
 from prfaas.engine import attention
 from prfaas.engine.attention import KeySpan, Queries, attend
-from prfaas.engine.native.attention import KEY_BLOCK
+from prfaas.engine.native.attention_unit import KEY_BLOCK
 
 NAN, INF = float("nan"), float("inf")
 
