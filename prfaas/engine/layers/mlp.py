@@ -16,8 +16,7 @@ from prfaas.engine.native import activations
 from prfaas.engine.native.activations import CLAMP, CLAMPED_SLOPE
 
 SLAB_ROWS = 192
-"""Rows computed at once: their activations stay in cache. Any row count that
-the linear layers accept stays one after taking this many away."""
+"""Rows computed at once: their activations stay in cache."""
 
 
 class GatedMlp:
@@ -41,7 +40,7 @@ class GatedMlp:
         self._down_scale = down_scale
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """Return the output rows; `x_TD` has a row count that the linear layers accept."""
+        """Return the output rows."""
         return _in_slabs(self._slab, x_TD)
 
     def _slab(self, x_TD: Tensor) -> Tensor:
@@ -59,7 +58,7 @@ class PlainMlp:
         self._activation: Activation = activation
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """Return the output rows; `x_TD` has a row count that the linear layers accept."""
+        """Return the output rows."""
         return _in_slabs(self._slab, x_TD)
 
     def _slab(self, x_TD: Tensor) -> Tensor:
