@@ -1,9 +1,9 @@
 """The working copy of what one attention layer keeps of one sequence.
 
 Full-attention layers keep every token. Window layers keep the last window and what a forward adds
-to it; older tokens are dropped when room is needed. Buffers lie on the absolute grid of the
-attention kernel (KEY_BLOCK), and every byte of a visible block is finite: an unwritten key is masked,
-but its value is still multiplied by zero.
+to it; older tokens are dropped when room is needed. Buffers lie on an absolute grid of KEY_BLOCK
+tokens, and every byte of a visible block is finite: a CPU's kernel reads only what is seen, but torch's
+own masks an unwritten key and still multiplies its value by zero.
 
 Shapes: H KV heads, C capacity in tokens, T tokens, K a buffer's width.
 """
