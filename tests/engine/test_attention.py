@@ -136,7 +136,7 @@ def test_a_long_sequence_is_as_exact() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_no_cut_and_no_thread_changes_a_bit(data: st.DataObject) -> None:
     num_tokens = data.draw(st.integers(2, 500), label="tokens")
     window = data.draw(st.sampled_from(WINDOWS), label="window")
@@ -154,7 +154,7 @@ def test_no_cut_and_no_thread_changes_a_bit(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_steps_have_the_bits_of_a_prefill_beside_any_others(data: st.DataObject) -> None:
     """Each on buffers that begin and end anywhere around what it sees."""
     window = data.draw(st.sampled_from(WINDOWS), label="window")
