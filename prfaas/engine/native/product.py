@@ -10,12 +10,13 @@ of as many panels as registers hold sums for.
 Shapes: M rows, K inputs, N outputs, Q panels, P outputs of a panel.
 """
 
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from prfaas.engine.native.code import ELEMENT_BYTES, Code, Pointer, Value
+from prfaas.engine.native.code import ELEMENT_BYTES, Code, Pointer, Value, Variable
 from prfaas.engine.native.kernel import Argument, Kernel, Task, address, vector_lanes
 
 PANEL_OUTPUTS = 16
@@ -227,7 +228,7 @@ def _write_product(task: Task, *, lanes: int, weight: Argument) -> None:
 
 def _tile_panels(rows: int, lanes: int) -> int:
     """Return how many panels at once have enough sums to hide the latency, and not too many."""
-    most = 8 if lanes == 8 else 24
+    most = 12 if lanes == 8 else 24
     return max(p for p in (1, 2, 4) if p == 1 or rows * p * PANEL_OUTPUTS <= most * lanes)
 
 
@@ -246,25 +247,12 @@ def _write_strip(
 ) -> None:
     """Write the product of `rows` rows and some panels."""
     row_starts = [x + x_stride * row for row in range(rows)]
-    parts = range(0, PANEL_OUTPUTS, lanes)
 
     def write_tile(panel: Value, width: int) -> None:
         starts = [panels + (panel + next_) * num_inputs * PANEL_OUTPUTS for next_ in range(width)]
-        zero = code.real(0.0, lanes)
-        sums = [[code.variable(zero) for _ in parts for _ in starts] for _ in row_starts]
-        with code.loop(0, num_inputs) as k:
-            weights = []
-            for start in starts:
-                here = start + k * PANEL_OUTPUTS
-                (here + PREFETCH_BYTES // ELEMENT_BYTES[here.element]).prefetch()
-                weights += [(here + part).load(lanes) for part in parts]
-            for row_start, totals in zip(row_starts, sums, strict=True):
-                value = code.splat((row_start + k).load(), lanes)
-                for total, weight in zip(totals, weights, strict=True):
-                    total.set(code.fma(value, weight, total.value))
-        for row, totals in enumerate(sums):
+        for row, sums in enumerate(_sums_of_tile(code, row_starts, starts, num_inputs, lanes)):
             place = y + (y_stride * row + panel * PANEL_OUTPUTS)
-            for number, total in enumerate(totals):
+            for number, total in enumerate(sums):
                 (place + number * lanes).store(total.value)
 
     width = _tile_panels(rows, lanes)
@@ -273,3 +261,41 @@ def _write_strip(
     if width > 1:
         with code.loop(num_panels - num_panels % width, num_panels) as panel:
             write_tile(panel, 1)
+
+
+def _sums_of_tile(
+    code: Code,
+    row_starts: Sequence[Pointer],
+    panel_starts: Sequence[Pointer],
+    num_inputs: Value,
+    lanes: int,
+) -> list[list[Variable]]:
+    """Return the vectors of outputs of each row."""
+    parts = range(0, PANEL_OUTPUTS, lanes)
+    zero = code.real(0.0, lanes)
+    sums = [[code.variable(zero) for _ in panel_starts for _ in parts] for _ in row_starts]
+    with code.loop(0, num_inputs) as k:
+        places = [start + k * PANEL_OUTPUTS for start in panel_starts]
+        for place in places:
+            (place + PREFETCH_BYTES // ELEMENT_BYTES[place.element]).prefetch()
+        values = (code.splat((row_start + k).load(), lanes) for row_start in row_starts)
+        weights = ((place + part).load(lanes) for place in places for part in parts)
+        # Registers hold the weights of one panel, or the values for several; the others pass.
+        if len(panel_starts) == 1:
+            _add_products(code, values, list(weights), sums)
+        else:
+            _add_products(
+                code, weights, list(values), [list(each) for each in zip(*sums, strict=True)]
+            )
+    return sums
+
+
+def _add_products(
+    code: Code,
+    passing: Iterable[Value],
+    held: Sequence[Value],
+    sums: Sequence[Sequence[Variable]],
+) -> None:
+    for one, totals in zip(passing, sums, strict=True):
+        for other, total in zip(held, totals, strict=True):
+            total.set(code.fma(one, other, total.value))
