@@ -114,10 +114,11 @@ class MoeMlp:
         """Return the weighted sums of the experts' outputs, [T, D]."""
         chosen = chosen_TK.cpu().numpy().ravel()
         order = np.argsort(chosen, kind="stable")  # by expert, then by token
-        hit, counts = np.unique(chosen, return_counts=True)
+        counts_E = np.bincount(chosen)
+        hit = counts_E.nonzero()[0].tolist()
         order_P = torch.from_numpy(order).to(x_TD.device)
         owners_P = order_P // chosen_TK.shape[1]
-        pieces = torch.split(x_TD[owners_P], counts.tolist())
+        pieces = torch.split(x_TD[owners_P], counts_E[hit].tolist())
         outs = [self.experts[expert](piece) for expert, piece in zip(hit, pieces, strict=True)]
         out_PD = torch.cat(outs).mul_(weights_TK.view(-1, 1)[order_P])
         mixed_TD = x_TD.new_zeros(len(x_TD), out_PD.shape[1])
