@@ -51,10 +51,6 @@ class Engine(Protocol):
         """Do one batch's work; return what happened."""
         ...
 
-    def drain(self) -> None:
-        """Do nothing any more that nobody waits for."""
-        ...
-
     def load(self) -> EngineLoad:
         """Return how busy it is."""
         ...
@@ -124,7 +120,6 @@ class EngineBench:
         self._clock = clock
         self._random = random.Random(seed)
         self._ids = count()
-        engine.drain()
 
     def prefill(self, num_tokens: int) -> tuple[float, int] | None:
         """Return the seconds to a prompt's first token and the bytes of the pages it made.

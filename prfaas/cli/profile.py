@@ -26,7 +26,6 @@ ENGINE_SETTINGS = (
     "model",
     "device",
     "dtype",
-    "numerics",
     "threads",
     "max_batch_sequences",
     "chunk_tokens",

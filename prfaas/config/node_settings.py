@@ -68,11 +68,6 @@ NODE_SETTINGS: tuple[Setting, ...] = (
         roles=NODES,
     ),
     setting(
-        "engine.numerics",
-        "strict: linear mixers give equal bits for any cut, at a cost; attention always does.",
-        roles=NODES,
-    ),
-    setting(
         "engine.threads",
         "Torch threads. Default: all cores. Two nodes on one machine: cores / nodes.",
         minimum=1,

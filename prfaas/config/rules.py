@@ -87,7 +87,7 @@ def _check_replay(config: NodeConfig, name_of: NameOf) -> None:
             )
         idle: dict[str, tuple[str, ...]] = {
             "model": ("model", "chat_template"),
-            "engine": ("device", "dtype", "numerics", "threads", "kv_ram_bytes"),
+            "engine": ("device", "dtype", "threads", "kv_ram_bytes"),
         }
         reason = f"with a replayed engine, {name_of('engine.kind')}"
     else:

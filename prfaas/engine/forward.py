@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from prfaas.cache.prefix import PrefixCache
+from prfaas.cache.spec import CacheLayout
 from prfaas.engine.choices import wants_largest
 from prfaas.engine.pages import BlockWrite, plan_snapshots, plan_writes
 from prfaas.engine.sampler import Float32s
@@ -39,7 +40,7 @@ class Forward:
         start, end = kv.num_tokens, kv.num_tokens + num_tokens
         is_last = end == len(sequence.tokens)
         wants_logits = is_last and (sequence.is_choice or state.needs_first_logits)
-        sequence.extend_keys(self._cache, min(end, state.published_tokens))
+        sequence.extend_keys(self._cache, end)
         layout, publishing = self._cache.layout, state.publishing
         snapshots = plan_snapshots(sequence.table, layout, publishing, start=start, end=end)
         writes = plan_writes(kv, sequence.table, layout, publishing, end=end, snapshots=snapshots)
@@ -51,8 +52,7 @@ class Forward:
                 kv=kv,
                 tokens=sequence.tokens[start:end],
                 num_logits=int(wants_logits),
-                prompt_end=state.num_prompt_tokens,
-                snapshots=snapshots,
+                snapshots=_with_last_boundary(snapshots, layout, start, end),
             )
         )
 
@@ -97,3 +97,13 @@ class Forward:
                         write.write(layer, layer_index)
                     except Exception as error:  # noqa: BLE001  # a sink's, most likely
                         state.failure = error
+
+
+def _with_last_boundary(
+    snapshots: tuple[int, ...], layout: CacheLayout, start: int, end: int
+) -> tuple[int, ...]:
+    """Return the positions with the last block boundary, whose state the working copy keeps."""
+    boundary = end // layout.block_tokens * layout.block_tokens
+    if not layout.has_states or boundary <= start:
+        return snapshots
+    return tuple(sorted({*snapshots, boundary}))

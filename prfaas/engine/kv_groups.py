@@ -11,21 +11,15 @@ from prfaas.cache.spec import (
     StateSpec,
     WindowSpec,
 )
-from prfaas.engine.chunk_grid import CHUNK_TOKENS, exported_state_bytes
-from prfaas.engine.mixer_spec import GqaSpec, KvDtype, MixerSpec, MlaSpec, ParallelSpec
+from prfaas.engine.mixer_spec import GqaSpec, KvDtype, MixerSpec, MlaSpec, ParallelSpec, state_bytes
 from prfaas.engine.model_spec import LayerGroup, layer_groups
-from prfaas.errors import ConfigError
 
 STATE_PAGE_BYTES = 256 << 10
 """A slice of a state in a model without KV, whose pages would else set the size."""
 
 
 def kv_groups(
-    layers: Sequence[MixerSpec],
-    block_tokens: int,
-    kv_dtype: KvDtype = "float32",
-    *,
-    replay_dims: Sequence[int | None] | None = None,
+    layers: Sequence[MixerSpec], block_tokens: int, kv_dtype: KvDtype = "float32"
 ) -> CacheLayout:
     """Return the cache layout of a model's layers: those that keep the same bytes share a group.
 
@@ -34,36 +28,22 @@ def kv_groups(
 
     Args:
         layers: of the model, in order.
-        block_tokens: a multiple of CHUNK_TOKENS if some layer has a state.
+        block_tokens: of the pages of K and V; states are kept at its multiples.
         kv_dtype: of K and V, and of convolution rows.
-        replay_dims: in strict mode, the width of each layer's rows that its state ends with.
-
-    Raises:
-        ConfigError: blocks that end off the chunk grid of a linear mixer.
     """
     kept = layer_groups(layers, kv_dtype)
-    mixers = [group.mixer for group in kept if group.kind == "state"]
-    if mixers and block_tokens % CHUNK_TOKENS:
-        raise ConfigError(
-            f"cache.block_tokens = {block_tokens} is not a multiple of {CHUNK_TOKENS}, the chunk of "
-            f"{', '.join(dict.fromkeys(mixers))} layers"
-        )
     page_bytes = [block_tokens * group.bytes_per_token for group in kept if group.bytes_per_token]
     largest = max(page_bytes, default=STATE_PAGE_BYTES)
     groups: list[GroupSpec] = []
     tags: list[str] = []
     for group in kept:
         if group.kind == "state":
-            dims = replay_dims or [None] * len(layers)
-            for dim in dict.fromkeys(dims[layer] for layer in group.layers):
-                members = tuple(layer for layer in group.layers if dims[layer] == dim)
-                num_bytes = exported_state_bytes(layers[members[0]], dim, kv_dtype)
-                groups.append(_state_group(group, members, largest, num_bytes))
-                tags.append(group.layout if dim is None else f"{group.layout},rows-tr")
+            num_bytes = state_bytes(layers[group.layers[0]], kv_dtype)
+            groups.append(_state_group(group, largest, num_bytes))
         else:
             row_items = math.gcd(*(_row_items(layers[layer]) for layer in group.layers))
             groups.append(_kv_group(group, block_tokens, row_items))
-            tags.append(group.layout)
+        tags.append(group.layout)
     return CacheLayout(
         block_tokens=block_tokens,
         groups=tuple(groups),
@@ -105,12 +85,10 @@ def _kv_group(group: LayerGroup, block_tokens: int, row_items: int) -> FullSpec 
     )
 
 
-def _state_group(
-    group: LayerGroup, members: tuple[int, ...], largest_page_bytes: int, num_bytes: int
-) -> StateSpec:
+def _state_group(group: LayerGroup, largest_page_bytes: int, num_bytes: int) -> StateSpec:
     return StateSpec(
         name=f"state-{group.mixer}-{num_bytes}",
-        layers=members,
+        layers=group.layers,
         page_bytes=min(num_bytes, largest_page_bytes),
         state_bytes=num_bytes,
     )

@@ -18,13 +18,11 @@ from prfaas.engine.loading.checkpoint import (
 from prfaas.engine.model import Model
 from prfaas.engine.numerics import (
     InexactKernelsError,
-    is_linear,
     numerics_fingerprint,
     packing_of,
 )
-from prfaas.engine.options import Numerics, WeightDtype
+from prfaas.engine.options import WeightDtype
 from prfaas.errors import ConfigError
-from prfaas.log import get_logger
 
 __all__ = ["Weights", "load_model", "weights_fingerprint"]
 
@@ -33,26 +31,18 @@ def load_model(
     model_dir: Path,
     *,
     dtype: WeightDtype = "float16",
-    numerics: Numerics = "grid",
     device: str = "cpu",
 ) -> Model:
     """Return the model in `model_dir`, its weights packed for `dtype` on `device`.
 
     Raises:
         ConfigError: a file is missing or damaged, a feature is not supported, a tensor is missing,
-            left over or of another shape, there is no such device, it has no such dtype or numerics,
-            or the self-test fails.
+            left over or of another shape, there is no such device, it has no such dtype, or the
+            self-test fails.
     """
     place = find_device(device)
     packing = packing_of(dtype, place)
-    if numerics == "strict" and place.type != "cpu":
-        raise ConfigError(
-            f"engine.numerics = strict: on engine.device = {device!r} a row's bits depend on the "
-            "batch; use grid, or a CPU"
-        )
     spec = model_from_hf(read_json(model_dir / "config.json"))
-    if numerics == "strict" and not any(is_linear(layer) for layer in spec.layers):
-        get_logger().info("numerics.strict_already", model_type=spec.model_type)
     weights = Weights(model_dir)
     fingerprint = model_fingerprint(model_dir, weights)
     model = build_model(
@@ -60,7 +50,6 @@ def load_model(
         weights,
         packing,
         model_fingerprint=fingerprint,
-        numerics=numerics,
         device=place,
     )
     weights.check_all_taken(spec, model.embed_tokens.weight)

@@ -19,7 +19,6 @@ from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear, Packing, is_exact, kv_dtype
 from prfaas.engine.mixer_spec import KvDtype
 from prfaas.engine.model_spec import ModelSpec, ResidualSpec
-from prfaas.engine.options import Numerics
 from prfaas.engine.sequence_kv import SequenceKv, capacity_bytes
 
 __all__ = ["Block", "Embedding", "Model", "Residual", "Segment"]
@@ -114,7 +113,6 @@ class Model:
         greedy_head: GreedyHead | None = None,
         packing: Packing,
         model_fingerprint: str,
-        numerics: Numerics = "grid",
         device: torch.device = CPU,
     ) -> None:
         self.config = config
@@ -126,7 +124,6 @@ class Model:
         """Where it can tell the largest logit without all of them."""
         self.packing = packing
         self.model_fingerprint = model_fingerprint
-        self.numerics = numerics
         self.device = device
         self.numerics_fingerprint = ""  # set once the self-test passed
 

@@ -6,7 +6,6 @@ for a bound, and their fingerprint says that rows depend on the batch.
 """
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,11 +14,10 @@ from torch import Tensor
 
 from prfaas.engine.attention import Queries, attend
 from prfaas.engine.batch import Batch, Segment
-from prfaas.engine.chunk_grid import CHUNK_TOKENS
 from prfaas.engine.device import device_names
 from prfaas.engine.kv import CPU, AttentionSpec, attention_of, buffer_shapes, span_of
 from prfaas.engine.linear import Packing
-from prfaas.engine.mixer_spec import GqaSpec, LightningSpec, MixerSpec
+from prfaas.engine.mixer_spec import GqaSpec, LightningSpec
 from prfaas.engine.model import Model
 from prfaas.engine.native.attention_unit import KEY_BLOCK
 from prfaas.engine.options import WeightDtype
@@ -29,11 +27,6 @@ from prfaas.log import get_logger
 NUM_TEST_TOKENS = 330
 TEST_CUTS = (1, 2, 4, 9, 70, 71, 200, 264)
 """Ends of the pieces that must give the bits of the whole: single rows, odd counts, whole tiles."""
-GRID_CUTS = (64, 192, 256)
-"""Where linear mixers may be cut: CHUNK_TOKENS apart, or more."""
-TEST_PROMPT_END = 320
-"""From here on linear mixers take the test's tokens one by one."""
-STEP_CUTS = (192, TEST_PROMPT_END, TEST_PROMPT_END + 1, TEST_PROMPT_END + 4)
 NUM_NEIGHBOUR_TOKENS = 2
 NUM_TEST_KEYS = 1100
 NUM_TEST_ROWS = 20
@@ -102,21 +95,9 @@ def _choose_greedy_head(model: Model) -> None:
 def exactness(model: Model) -> str:
     """Return what the bits of a row depend on besides the tokens before it.
 
-    "exact": nothing, and strict mode changes nothing. "exact-chunk64": for a linear mixer, on the
-    prompt's length and on cuts off the grid. "exact-strict64": nothing, by replay of chunks.
-    "rows-depend-on-batch": on the rows that were computed with it.
+    "exact": nothing. "rows-depend-on-batch": on the rows that were computed with it.
     """
-    if not model.is_exact:
-        return "rows-depend-on-batch"
-    if not any(is_linear(layer) for layer in model.config.layers):
-        return "exact"
-    kind = "strict" if model.numerics == "strict" else "chunk"
-    return f"exact-{kind}{CHUNK_TOKENS}"
-
-
-def is_linear(layer: MixerSpec) -> bool:
-    """Return whether the layer carries a state from token to token."""
-    return bool(layer.states)
+    return "exact" if model.is_exact else "rows-depend-on-batch"
 
 
 @torch.no_grad()
@@ -133,8 +114,8 @@ def self_test(model: Model) -> str:
     digest = hashlib.sha256()
     for index in _first_of_each_kind(model):
         x_TD = torch.randn(NUM_TEST_TOKENS, model.config.hidden_size, generator=generator)
-        for rows_TD in _test_layer(model, index, x_TD.to(model.device)):
-            digest.update(rows_TD.cpu().numpy().data)
+        rows_TD = _test_layer(model, index, x_TD.to(model.device))
+        digest.update(rows_TD.cpu().numpy().data)
         attention = attention_of(model.config.layers[index])
         if attention is not None and model.is_exact:
             digest.update(long_attention(attention, generator).numpy().data)
@@ -161,28 +142,15 @@ def _first_of_each_kind(model: Model) -> list[int]:
     return list(kinds.values())
 
 
-def _test_layer(model: Model, index: int, x_TD: Tensor) -> Iterator[Tensor]:
-    """Yield the layer's output rows whole, and its steps; raises InexactKernelsError."""
-    name = f"layer {index}"
-    is_on_grid = is_linear(model.config.layers[index]) and model.numerics == "grid"
+def _test_layer(model: Model, index: int, x_TD: Tensor) -> Tensor:
+    """Return the layer's output rows; raises InexactKernelsError."""
     whole_TD = _run_layer(model, index, x_TD, ())
-    pieces_TD = _run_layer(model, index, x_TD, GRID_CUTS if is_on_grid else TEST_CUTS)
-    _require_alike(name, whole_TD, pieces_TD, model)
-    yield whole_TD
-    if is_on_grid:
-        steps_TD = _run_layer(model, index, x_TD, (), TEST_PROMPT_END)
-        pieces_TD = _run_layer(model, index, x_TD, STEP_CUTS, TEST_PROMPT_END)
-        _require_alike(f"{name}, token by token", steps_TD, pieces_TD, model)
-        yield steps_TD
+    pieces_TD = _run_layer(model, index, x_TD, TEST_CUTS)
+    _require_alike(f"layer {index}", whole_TD, pieces_TD, model)
+    return whole_TD
 
 
-def _run_layer(
-    model: Model,
-    index: int,
-    x_TD: Tensor,
-    cuts: tuple[int, ...],
-    prompt_end: int | None = None,
-) -> Tensor:
+def _run_layer(model: Model, index: int, x_TD: Tensor, cuts: tuple[int, ...]) -> Tensor:
     """Return one layer's output rows, computed in pieces.
 
     Each is beside another sequence's rows, which stand behind it and before it in turn.
@@ -193,8 +161,8 @@ def _run_layer(
         neighbour = model.new_kv(capacity_tokens=NUM_NEIGHBOUR_TOKENS)
         tokens, others = [0] * (stop - start), [0] * NUM_NEIGHBOUR_TOKENS
         segments = [
-            Segment(kv=kv, tokens=tokens, num_logits=0, prompt_end=prompt_end),
-            Segment(kv=neighbour, tokens=others, num_logits=0, prompt_end=0),
+            Segment(kv=kv, tokens=tokens, num_logits=0),
+            Segment(kv=neighbour, tokens=others, num_logits=0),
         ]
         first = 0
         if number % 2:

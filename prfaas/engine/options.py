@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Numerics = Literal["grid", "strict"]
 WeightDtype = Literal["float16", "bfloat16", "float32"]
 
 
@@ -22,10 +21,6 @@ class EngineOptions:
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     """Of packed weights. CPU: float16 (auto) or float32, with float32 KV. CUDA: bfloat16 (auto) with
     bfloat16 KV, or float32 with float32 KV, which is what a CPU node can take."""
-    numerics: Numerics = "grid"
-    """Of linear mixers: equal bits for cuts on the absolute grid of 64 tokens, or strict, for any
-    cut and for decode, by replay at a cost. Models of attention alone are always strict. On CUDA
-    there is no strict."""
     threads: int | None = None
     """Torch threads; None is all cores. Two nodes on one machine: cores / nodes."""
     max_batch_sequences: int = 8

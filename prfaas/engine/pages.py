@@ -1,8 +1,8 @@
 """Copies between working copies and pages: hits in, finished blocks out, preempted sequences both.
 
 A page is written while the forward runs, layer by layer, and committed after it; one that is
-committed is never written again. What is committed is a function of its tokens alone: of a model
-with states nothing that decode made, but in strict mode (`published_tokens`).
+committed is never written again. What is committed is a function of its tokens alone, whether
+prefill made it or decode.
 """
 
 from collections.abc import Iterator
@@ -94,19 +94,17 @@ def drop_private_pages(table: BlockTable, layout: CacheLayout) -> None:
     """Let go of what only this table holds, once it is in a working copy, in a model with states.
 
     A state is of no use but at its one position, and may be as large as the KV of thousands of
-    tokens; what decode made is never published.
+    tokens.
     """
     if layout.has_states:
         for group in range(len(layout.groups)):
             table.drop_private(group)
 
 
-def save_pages(
-    kv: "SequenceKv", table: BlockTable, layout: CacheLayout, *, published_tokens: int
-) -> bool:
+def save_pages(kv: "SequenceKv", table: BlockTable, layout: CacheLayout) -> bool:
     """Put what it takes to go on at `kv.num_tokens` into pages; False if there were not enough.
 
-    Whole blocks of the first `published_tokens` tokens are committed, the others stay private.
+    Whole blocks are committed, a cut one stays private.
     """
     block_tokens = layout.block_tokens
     for group, spec in enumerate(layout.groups):
@@ -127,9 +125,37 @@ def save_pages(
                 pages=pages,
             )
             copy.write_all()
-            if in_block == block_tokens and (block + 1) * block_tokens <= published_tokens:
+            if in_block == block_tokens:
                 table.commit(group, block)
     return True
+
+
+def save_end(kv: "SequenceKv", table: BlockTable, layout: CacheLayout) -> None:
+    """Commit the states at the last block boundary that `kv` has passed, where there are pages.
+
+    All else that it takes to go on there has been committed as it was computed.
+    """
+    block = kv.num_tokens // layout.block_tokens - 1
+    for group, spec in enumerate(layout.groups):
+        if not isinstance(spec, StateSpec) or block < 0 or table.is_committed(group, block):
+            continue
+        position = (block + 1) * layout.block_tokens
+        if not all(kv.state_of(layer).holds(position) for layer in spec.layers):
+            return  # it went on from pages, and has not come to the next boundary
+        pages = table.try_allocate(group, block)
+        if pages is None:
+            return
+        copy = BlockCopy(
+            kv=kv,
+            table=table,
+            layout=layout,
+            group=group,
+            block=block,
+            num_tokens=layout.block_tokens,
+            pages=pages,
+        )
+        copy.write_all()
+        table.commit(group, block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +186,6 @@ class Publishing:
     """What becomes of the pages of one request's tokens."""
 
     prompt_tokens: int
-    published_tokens: int
-    """Tokens whose whole blocks are shared; what lies behind stays the request's own."""
     kept_every_tokens: int = 0
     """Snapshots of the prompt for later prompts: whole blocks; 0: none."""
     sent_every_tokens: int = 0
@@ -199,22 +223,17 @@ def plan_snapshots(
     """Return the positions at whose state a forward from `start` to `end` is to keep a copy.
 
     Those on the block grid that are worth their pages: the prompt's replay boundary, where others
-    will go on, the snapshots asked for, and where strict mode publishes what decode made, the last
-    block.
+    will go on, and the snapshots asked for.
     """
     if not layout.has_states:
         return ()
     prompt_tokens = publishing.prompt_tokens
-    last = end // layout.block_tokens * layout.block_tokens
     wanted = {replay_boundary(prompt_tokens, layout.block_tokens), *table.landmarks}
     for every_tokens in (publishing.kept_every_tokens, publishing.sent_every_tokens):
         if every_tokens:
             first = (start // every_tokens + 1) * every_tokens
             wanted.update(range(first, min(end, prompt_tokens) + 1, every_tokens))
-    if last > prompt_tokens:
-        wanted.add(last)
-    limit = min(end, publishing.published_tokens)
-    return tuple(sorted(at for at in wanted if start < at <= limit))
+    return tuple(sorted(at for at in wanted if start < at <= end))
 
 
 def plan_writes(
@@ -235,7 +254,7 @@ def plan_writes(
     """
     block_tokens = layout.block_tokens
     is_last = publishing.sink is not None and end == publishing.prompt_tokens
-    last = min(end, publishing.published_tokens) // block_tokens
+    last = end // block_tokens
     if is_last:
         last = -(-end // block_tokens)
     state_blocks = {at // block_tokens - 1 for at in snapshots}

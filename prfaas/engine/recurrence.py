@@ -3,8 +3,8 @@
 On a CPU our own kernels take token after token (`begin`, and `Part.hold`): a state and an output
 follow from the tokens before alone, however they were cut, in prefill and in decode.
 
-Elsewhere torch computes (`run`): the tokens of a prompt in chunks between the multiples of
-CHUNK_TOKENS, at absolute positions, and those after it one by one. Bits depend on that, too.
+Elsewhere torch computes (`run`): a segment in chunks of CHUNK_TOKENS from where it begins, a single
+token by itself. Bits depend on that, too.
 
 Shapes: T rows of the batch, R width of an input row, X width of an output row, S sequences.
 """
@@ -18,7 +18,10 @@ from torch import Tensor
 
 from prfaas.engine.batch import Batch
 from prfaas.engine.native.recurrence import Piece
-from prfaas.engine.states import CHUNK_TOKENS, LayerState, State
+from prfaas.engine.states import LayerState, State
+
+CHUNK_TOKENS = 64
+"""Rows that torch's forms take at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +76,8 @@ class Recurrence(Protocol):
     out_dim: int
     """X."""
 
-    def scan(
-        self, rows_TR: Tensor, state: State, stops: Sequence[int]
-    ) -> tuple[Tensor, list[State]]:
-        """Return [T, X] by the chunked form, and the state after each of `stops` rows.
-
-        Chunks lie at rows 0, CHUNK_TOKENS, ...; the last is padded such that it leaves the state as
-        its rows made it. Stops ascend; each is a multiple of CHUNK_TOKENS, but the last may be T.
-        """
+    def scan(self, rows_TR: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return [T, X] by the chunked form, and the state after the rows."""
         ...
 
     def step(self, rows_SR: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
@@ -88,83 +85,26 @@ class Recurrence(Protocol):
         ...
 
 
-@dataclass(slots=True, kw_only=True)
-class _Walk:
-    """Rows of one sequence that are to be taken one by one."""
-
-    layer_state: LayerState
-    state: State
-    position: int
-    """Of the next row."""
-    row: int
-    stop: int
-
-
 def run(core: Recurrence, rows_TR: Tensor, batch: Batch, layer: int, out_TX: Tensor) -> None:
-    """Write the output rows of all segments to `out_TX`; their layers hold the states wanted.
+    """Write the output rows of all segments to `out_TX`, and hold their layers' states.
 
     Each segment's layer must hold a state at kv.num_tokens; it then also holds one at each of its
     `wanted` positions that lie in the segment, and at the segment's end.
     """
-    walks: list[_Walk] = []
-    for rows, segment in batch.parts:
-        layer_state = segment.kv.state_of(layer)
-        position = segment.kv.num_tokens
-        num_rows = rows.stop - rows.start
-        end = segment.prompt_end
-        num_scanned = num_rows if end is None else min(num_rows, max(0, end - position))
-        split = rows.start + num_scanned
-        state = layer_state.at(position)
-        scanned = slice(rows.start, split)
-        state = _scan(core, rows_TR[scanned], layer_state, position, state, out_TX[scanned])
-        if split < rows.stop:
-            walk = _Walk(
-                layer_state=layer_state,
-                state=state,
-                position=position + num_scanned,
-                row=split,
-                stop=rows.stop,
-            )
-            walks.append(walk)
-    while walks:
-        _step(core, rows_TR, walks, out_TX)
-        walks = [walk for walk in walks if walk.row < walk.stop]
-
-
-def _scan(
-    core: Recurrence,
-    rows_TR: Tensor,
-    layer_state: LayerState,
-    position: int,
-    state: State,
-    out_TX: Tensor,
-) -> State:
-    """Compute rows from `position` on by chunks; return the state after them."""
-    start, num_rows = 0, len(rows_TR)
-    to_grid = min(num_rows, -position % CHUNK_TOKENS)
-    # The rows up to the next grid line make a chunk of their own.
-    for stop in (to_grid, num_rows):
-        if start == stop:
+    steps: list[Part] = []
+    for part in begin(batch, layer):
+        if part.rows.stop - part.rows.start == 1:
+            steps.append(part)
             continue
-        first = position + start
-        inside = [at - first for at in layer_state.wanted if first < at < position + stop]
-        stops = [*inside, stop - start]
-        out_TX[start:stop], states = core.scan(rows_TR[start:stop], state, stops)
-        for offset, state in zip(stops, states, strict=True):
-            if (at := first + offset) in layer_state.wanted or at == position + num_rows:
-                layer_state.hold(at, state)
-        start = stop
-    return state
-
-
-def _step(core: Recurrence, rows_TR: Tensor, walks: Sequence[_Walk], out_TX: Tensor) -> None:
-    """Take one row of each walk."""
-    rows = torch.tensor([walk.row for walk in walks], device=rows_TR.device)
-    out_SX, states = core.step(rows_TR[rows], [walk.state for walk in walks])
-    out_TX[rows] = out_SX
-    for walk, state in zip(walks, states, strict=True):
-        walk.state = state
-        walk.row += 1
-        walk.position += 1
-        if walk.row == walk.stop or walk.position in walk.layer_state.wanted:
-            walk.layer_state.hold(walk.position, state)
+        states, start, state = [], part.rows.start, part.state
+        for stop in part.stops:
+            out_TX[start:stop], state = core.scan(rows_TR[start:stop], state)
+            states.append(state)
+            start = stop
+        part.hold(states)
+    if steps:
+        rows = torch.tensor([part.rows.start for part in steps], device=rows_TR.device)
+        out_SX, after = core.step(rows_TR[rows], [part.state for part in steps])
+        out_TX[rows] = out_SX
+        for part, state in zip(steps, after, strict=True):
+            part.hold([state])

@@ -14,7 +14,6 @@ from prfaas.cache.spec import held_blocks
 from prfaas.engine.forward import Drawable, Forward
 from prfaas.engine.pages import BlockCopy
 from prfaas.engine.runner import Runner
-from prfaas.engine.turns import STEP_TOKENS
 from prfaas.engine.working_copies import WorkingCopies
 
 if TYPE_CHECKING:
@@ -77,9 +76,6 @@ class ReplayEngine(Runner):
     def step(self) -> list[EngineEvent]:
         """Go on for at most SLICE_S with what is being computed; return what happened, in order."""
         if not self._requests:
-            if self._turns.has_work and not self._events:
-                self._turns.step()
-                self._sleep(self._timing.idle_s(STEP_TOKENS))
             return self._take_events()
         if self._pass is None or not self._pass.forward.is_wanted:
             self._pass = self._begin()

@@ -151,6 +151,10 @@ class ReplayedState:
     kv: ReplayedKv
     layer: int
 
+    def holds(self, position: int) -> bool:
+        """Return whether that after `position` tokens can be written."""
+        return position <= self.kv.num_tokens
+
     def write_to(self, position: int, out: memoryview, start: int) -> None:
         """Write the bytes from `start` on of the state after `position` tokens."""
         self.kv.export_state(self.layer, position, start, out)

@@ -30,10 +30,6 @@ class ReplayTiming:
         assert self.decode_s is not None, "an engine without T_decode decodes"
         return self.decode_s(num_sequences) / self.speed
 
-    def idle_s(self, num_tokens: int) -> float:
-        """Return the seconds of prefill that nobody waits for; what its start takes is left out."""
-        return (self.prefill_s(num_tokens) - self.prefill_s(0)) / self.speed
-
     def _until(self, position: int, num_tokens: int) -> float:
         fixed_s = self.prefill_s(0)
         return self.prefill_s(position) - fixed_s + fixed_s * position / num_tokens

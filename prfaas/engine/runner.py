@@ -8,13 +8,13 @@ One thread calls everything except `num_layers_run`. A request's life:
 4. After the prompt, the first token of every choice is drawn and the sequence splits into one for
    each choice that goes on.
 5. Choices decode until a stop token or their length; RequestEnded follows the last.
-6. Of a model with states the answer's end is made into a snapshot once the engine is idle.
+6. Of a model with states the one at the last block boundary of an answer is cached as it ends.
 
 A preempted sequence goes back to 2 with its KV in pages, or to be computed again.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,6 @@ from prfaas.engine.sequence import (
 from prfaas.engine.sharing import share_prefixes
 from prfaas.engine.step_plan import StepPlan
 from prfaas.engine.submission import EngineEvent, EngineLoad, Submission
-from prfaas.engine.turns import TurnSnapshots
 from prfaas.engine.working_copies import WorkingCopies
 from prfaas.errors import BadRequest
 from prfaas.log import get_logger
@@ -80,8 +79,6 @@ class Runner:
         check_snapshot_tokens(snapshot_tokens, self._layout.block_tokens)
         self._snapshot_tokens = snapshot_tokens
         self._copies = self._new_copies(model)
-        self._publishes_decode = not cache.layout.has_states or options.numerics == "strict"
-        self._leaves_turns = not self._publishes_decode
         self._clock = clock
         self._sampler = Sampler(model.config.vocab_size)
         self._batcher = Batcher(
@@ -97,9 +94,6 @@ class Runner:
         self._events: list[EngineEvent] = []
         self._step_count = 0
         self._times = StepTimes(options.chunk_tokens)
-        self._turns = TurnSnapshots(
-            model=model, cache=cache, copies=self._copies, count_layer=self._count_layer
-        )
 
     def _new_copies(self, model: "Model") -> WorkingCopies:
         return WorkingCopies(model, self._cache)
@@ -107,7 +101,7 @@ class Runner:
     @property
     def has_work(self) -> bool:
         """Whether a step would compute something or return events."""
-        return bool(self._requests or self._events or self._turns.has_work)
+        return bool(self._requests or self._events)
 
     def submit(self, submission: Submission) -> None:
         """Queue a request; from now on one hold on its table is the engine's.
@@ -127,7 +121,6 @@ class Runner:
         state = new_request(
             submission,
             max_context_tokens=self.max_context_tokens,
-            publishes_decode=self._publishes_decode,
             kept_every_tokens=self._snapshot_tokens,
         )
         if not state.open_choices:
@@ -142,7 +135,6 @@ class Runner:
             max_kv_tokens=num_prompt if submission.prefill_only else state.max_total_tokens - 1,
             has_begun=any(submission.forced_tokens),
         )
-        self._turns.overtake(request.prompt_tokens, request.cache_salt)
         self._requests[request.request_id] = state
         state.publishing.keep_snapshots(submission.table)
         self._enter(sequence)
@@ -161,18 +153,11 @@ class Runner:
         state = self._requests.get(request_id)
         if state is None or choice_index not in state.open_choices:
             return
-        for sequence in state.sequences.values():
-            if sequence.choice_index == choice_index:
-                self._note_turn(sequence, sequence.tokens)
         self._close_choice(state, choice_index)
 
     def set_prefill_share(self, share: float) -> None:
         """Let this share of the steps in which sequences decode carry prefill; raises ValueError."""
         self._batcher.set_prefill_share(share)
-
-    def drain(self) -> None:
-        """Do nothing any more that nobody waits for."""
-        self._turns.drain()
 
     def load(self) -> EngineLoad:
         """Return how busy the engine is."""
@@ -183,7 +168,6 @@ class Runner:
             kv_used_bytes=self._batcher.used_bytes,
             prefill_tokens_per_s=self._times.prefill_tokens_per_s,
             step_count=self._step_count,
-            turns=self._turns.counts,
             num_decoding=self._batcher.num_decoding,
             decode_step_s=self._times.decode_step_s,
             prefill_chunk_s=self._times.prefill_chunk_s,
@@ -192,7 +176,6 @@ class Runner:
     def check(self) -> None:
         """Re-derive what the engine holds; AssertionError names what is wrong."""
         self._batcher.check()
-        self._turns.check()
         check_states(self._requests, self._sequences, self._batcher)
 
     def step(self) -> list[EngineEvent]:
@@ -204,8 +187,6 @@ class Runner:
         began_s = self._clock()
         self._step_count += 1
         if not self._requests:
-            if self._turns.has_work and not self._events:
-                self._turns.step()
             return self._take_events()
         plan = self._plan()
         forward = Forward(self._cache)
@@ -286,7 +267,7 @@ class Runner:
         state.num_prompt_done = max(state.num_prompt_done, min(end, state.num_prompt_tokens))
         if state.submission.sink is not None:
             state.submission.sink.progress(end)
-        sequence.table.slide(min(end, state.published_tokens))
+        sequence.table.slide(end)
         if end < len(sequence.tokens):
             return
         if sequence.choice_index is None:
@@ -306,7 +287,6 @@ class Runner:
         )
         self._events.append(event)
         if event.finish_reason is not None:
-            self._note_turn(sequence, [*sequence.tokens, event.token_id])
             self._close_choice(sequence.owner, choice)
             return
         sequence.append(event.token_id)
@@ -346,15 +326,12 @@ class Runner:
 
     # ------------------------------------------------------------ ends
 
-    def _note_turn(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
-        """Let the next turn of a chat start where this one ended; of several answers none is the one."""
-        state = sequence.owner
-        if self._leaves_turns and state.request.num_choices == 1:
-            salt, num_prompt = state.request.cache_salt, state.num_prompt_tokens
-            self._turns.add(tokens, salt, prompt_tokens=num_prompt)
-
     def _close_choice(self, state: RequestState, choice: int) -> None:
+        """End a choice; the next turn of a chat starts where it ended, unless there are several."""
         state.open_choices.remove(choice)
+        if state.request.num_choices == 1:
+            for sequence in state.sequences.values():
+                self._copies.keep_end(sequence)
         if not state.open_choices:
             self._end(state)
             return

@@ -16,8 +16,5 @@ class Segment:
     tokens: Sequence[int]
     num_logits: int
     """1: the last token's logits are wanted; 0: none."""
-    prompt_end: int | None = None
-    """Positions from it on are taken one by one by linear mixers, those before it in chunks on the
-    absolute grid; None: all are the prompt's."""
     snapshots: Sequence[int] = ()
     """Positions, ascending, after which linear mixers keep their state besides the last."""

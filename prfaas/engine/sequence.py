@@ -117,7 +117,6 @@ def new_request(
     submission: Submission,
     *,
     max_context_tokens: int,
-    publishes_decode: bool,
     kept_every_tokens: int = 0,
 ) -> "RequestState":
     """Return the state of a submission that was checked; choices that have ended are not open."""
@@ -127,7 +126,6 @@ def new_request(
     state = RequestState(
         submission=submission,
         max_total_tokens=max_total,
-        published_tokens=max_total if publishes_decode else num_prompt,
         kept_every_tokens=kept_every_tokens,
         open_choices=[],
     )
@@ -184,9 +182,6 @@ class RequestState:
     submission: Submission
     max_total_tokens: int
     """Prompt plus completion, by max_tokens and the context limit."""
-    published_tokens: int
-    """Tokens of each sequence whose pages are a function of the tokens alone: all, or where decode
-    has bits of its own, the prompt's. Only these are shared."""
     open_choices: list[int]
     """Choices that have not finished, in order."""
     kept_every_tokens: int = 0
@@ -215,7 +210,6 @@ class RequestState:
         """What becomes of its pages."""
         return Publishing(
             prompt_tokens=self.num_prompt_tokens,
-            published_tokens=self.published_tokens,
             kept_every_tokens=self.kept_every_tokens,
             sent_every_tokens=self.submission.snapshot_tokens,
             sink=self.submission.sink,

@@ -9,31 +9,28 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from prfaas.engine.chunk_grid import exported_state_bytes
 from prfaas.engine.kv import CPU, LayerKv, attention_of, layer_capacity
-from prfaas.engine.mixer_spec import KV_DTYPE_BYTES, KvDtype, MixerSpec
+from prfaas.engine.mixer_spec import KV_DTYPE_BYTES, KvDtype, MixerSpec, state_bytes
 from prfaas.engine.states import LayerState
 
-HELD_STATES = 2
-"""A forward reads a layer's state where it starts and holds the one where it ends."""
+HELD_STATES = 3
+"""A forward reads a layer's state where it starts and holds the one where it ends; that at the last
+block boundary stays, for whoever goes on from there."""
 
 
 def capacity_bytes(
     layers: Sequence[MixerSpec],
     capacity_tokens: int,
-    replay_dims: Sequence[int | None] | None = None,
     kv_dtype: KvDtype = "float32",
 ) -> int:
     """Return the bytes of a sequence's working copy in all layers.
 
-    A state counts twice, for where a forward starts and where it ends; the copies that a prefill
-    takes in passing live for one forward, as activations do, and do not count.
+    A state counts HELD_STATES times; the copies that a prefill takes in passing live for one forward,
+    as activations do, and do not count.
     """
-    dims = replay_dims or [None] * len(layers)
     return sum(
-        _kv_bytes(layer, capacity_tokens, kv_dtype)
-        + HELD_STATES * exported_state_bytes(layer, dim, kv_dtype)
-        for layer, dim in zip(layers, dims, strict=True)
+        _kv_bytes(layer, capacity_tokens, kv_dtype) + HELD_STATES * state_bytes(layer, kv_dtype)
+        for layer in layers
     )
 
 
@@ -59,7 +56,6 @@ class SequenceKv:
         *,
         capacity_tokens: int,
         block_tokens: int,
-        replay_dims: Sequence[int | None] | None = None,
         kv_dtype: KvDtype = "float32",
         device: torch.device = CPU,
     ) -> None:
@@ -69,7 +65,6 @@ class SequenceKv:
             layers: of the model.
             capacity_tokens: the sequence's length is up to it.
             block_tokens: of the pages.
-            replay_dims: in strict mode the width of each linear layer's replayed rows.
             kv_dtype: of K and V, and of convolution rows in pages.
             device: where all of it lies.
         """
@@ -84,10 +79,9 @@ class SequenceKv:
             else LayerKv(attention, capacity_tokens, block_tokens, dtype=dtype, device=device)
             for attention in attentions
         ]
-        dims = replay_dims or [None] * len(layers)
         self.states = [
-            LayerState(spec, replay_dim=dim, kv_dtype=dtype, device=device) if spec.states else None
-            for spec, dim in zip(layers, dims, strict=True)
+            LayerState(spec, kv_dtype=dtype, device=device) if spec.states else None
+            for spec in layers
         ]
 
     @property
@@ -109,10 +103,14 @@ class SequenceKv:
         return state
 
     def begin_forward(self, snapshots: Sequence[int]) -> None:
-        """Forget states of other positions than num_tokens; keep those after `snapshots` next."""
+        """Forget states of other positions than num_tokens and the last block boundary before it.
+
+        Those after `snapshots` are kept next.
+        """
+        boundary = self.num_tokens // self.block_tokens * self.block_tokens
         for state in self.states:
             if state is not None:
-                state.begin(self.num_tokens, snapshots)
+                state.begin(self.num_tokens, snapshots, kept=boundary)
 
     def export_block(self, layer: int, block: int, num_tokens: int, out: memoryview) -> None:
         """Write the first `num_tokens` tokens of a block to `out`: K, then V.

@@ -13,10 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prfaas.engine.chunk_grid import CHUNK_TOKENS, replay_dim
 from prfaas.engine.mixer_spec import MixerSpec
-
-__all__ = ["CHUNK_TOKENS", "LayerState", "State", "replay_dim"]
 
 CPU = torch.device("cpu")
 State = tuple[Tensor, ...]
@@ -26,13 +23,9 @@ State = tuple[Tensor, ...]
 class LayerState:
     """One layer's state at every position where it is held.
 
-    Strict mode holds, at any position, the state at the grid line at or before it, and the mixer's
-    input rows since then, zeros after the last: [CHUNK_TOKENS, replay_dim], the last tensor.
-
     Attributes:
         shapes: of the tensors of an exported state.
         nbytes: of one exported state.
-        replay_dim: width of the replay rows; None: there are none.
         wanted: positions that the running forward captures, ascending.
     """
 
@@ -40,19 +33,15 @@ class LayerState:
         self,
         spec: MixerSpec,
         *,
-        replay_dim: int | None = None,
         kv_dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
     ) -> None:
-        replay = () if replay_dim is None else ((CHUNK_TOKENS, replay_dim),)
-        self.shapes: tuple[tuple[int, ...], ...] = (*(s.shape for s in spec.states), *replay)
+        self.shapes: tuple[tuple[int, ...], ...] = tuple(s.shape for s in spec.states)
         self._dtypes = [kv_dtype if s.dtype == "activation" else torch.float32 for s in spec.states]
-        self._dtypes += [torch.float32] * len(replay)
         self.nbytes = sum(
             math.prod(shape) * dtype.itemsize
             for shape, dtype in zip(self.shapes, self._dtypes, strict=True)
         )
-        self.replay_dim = replay_dim
         self._device = device
         self.wanted: tuple[int, ...] = ()
         self._held: dict[int, State] = {}
@@ -84,13 +73,20 @@ class LayerState:
         assert tuple(tuple(tensor.shape) for tensor in state) == self.shapes
         self._held[position] = state
 
-    def begin(self, position: int, wanted: Sequence[int]) -> None:
-        """Forget all positions but `position`, where a forward starts; it captures `wanted`.
+    def begin(self, position: int, wanted: Sequence[int], *, kept: int = 0) -> None:
+        """Forget all positions but `position`, where a forward starts, and `kept`.
+
+        Args:
+            position: of the first token.
+            wanted: positions that the forward captures.
+            kept: another position, whose state stays if it is held.
 
         Raises:
             ValueError: there is no state at `position`; nothing is forgotten then.
         """
-        self._held = {position: self.at(position)}
+        state = self.at(position)
+        self._held = {at: held for at, held in self._held.items() if at == kept != 0}
+        self._held[position] = state
         self._arriving.clear()
         self.wanted = tuple(sorted(wanted))
 

@@ -71,17 +71,6 @@ EngineEvent = TokenEvent | RequestEnded | FirstLogits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnCounts:
-    """What became of the snapshots at the ends of answers, since the start."""
-
-    num_made: int = 0
-    num_overtaken: int = 0
-    """The next turn came first."""
-    num_dropped: int = 0
-    """Too many waited, the node was about to stop, or they could not be computed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """How busy the engine is, between two steps."""
 
@@ -96,7 +85,6 @@ class EngineLoad:
     """Moving average over the last few thousand tokens, as a new prompt should expect it: what
     waited for its share of the steps counts as slow. 0 before the first prefill."""
     step_count: int
-    turns: TurnCounts = TurnCounts()
     num_decoding: int = 0
     """Of the running sequences, those that have one token to compute."""
     decode_step_s: float | None = None

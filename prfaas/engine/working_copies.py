@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from prfaas.cache.prefix import PrefixCache
-from prfaas.engine.pages import drop_private_pages, save_pages
+from prfaas.engine.pages import drop_private_pages, save_end, save_pages
 from prfaas.engine.sequence import SequenceState
 
 if TYPE_CHECKING:
@@ -54,28 +54,26 @@ class WorkingCopies:
     def end(self, sequence: SequenceState) -> int:
         """Let a working copy go, into pages if there are enough; return the tokens to resume from.
 
-        Else the sequence keeps only what a lookup finds, and the rest is computed again: the prompt
-        in chunks and what was drawn one by one, as before.
+        Else the sequence keeps only what a lookup finds, and the rest is computed again.
         """
         kv, sequence.kv = sequence.kv, None
         assert kv is not None
         saved = kv.num_tokens
-        published_tokens = sequence.owner.published_tokens
-        if not save_pages(
-            kv, sequence.table, self._cache.layout, published_tokens=published_tokens
-        ):
+        if not save_pages(kv, sequence.table, self._cache.layout):
             saved = self._look_up(sequence)
         sequence.stored_tokens = sequence.resume_tokens = saved
         return saved
+
+    def keep_end(self, sequence: SequenceState) -> None:
+        """Cache what it takes to go on at the last block boundary of what a sequence computed."""
+        if sequence.kv is not None:
+            save_end(sequence.kv, sequence.table, self._cache.layout)
 
     def _look_up(self, sequence: SequenceState) -> int:
         """Keep only the pages that a lookup finds; return the tokens they hold."""
         if sequence.owner.submission.sink is not None:
             return 0  # the sink reads this very table
-        # Not beyond what is published of this sequence: another prompt that goes on with the drawn
-        # tokens computes them in chunks, which may give them other bits than decode did.
-        tokens = sequence.tokens[: sequence.owner.published_tokens]
-        keys = self._cache.block_keys(tokens, sequence.owner.request.cache_salt)
+        keys = self._cache.block_keys(sequence.tokens, sequence.owner.request.cache_salt)
         table = self._cache.lookup(
             keys, len(sequence.tokens), salt=sequence.owner.request.cache_salt
         )

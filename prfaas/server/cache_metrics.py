@@ -6,7 +6,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from prfaas.cache.lookups import LookupCounts
 from prfaas.cache.store import StoreStats
-from prfaas.engine.submission import TurnCounts
 from prfaas.server.node import NodeLoad
 
 Family = CounterMetricFamily | GaugeMetricFamily
@@ -15,7 +14,6 @@ Family = CounterMetricFamily | GaugeMetricFamily
 def cache_families(load: NodeLoad) -> Iterator[Family]:
     """Yield the families; without samples for a tier that the node does not have."""
     yield from _lookup_families(load.lookups, load.num_evictions)
-    yield _turn_family(load.turns)
     yield from _store_families(load.store)
 
 
@@ -36,19 +34,6 @@ def _lookup_families(lookups: LookupCounts | None, num_evictions: int) -> Iterat
             misses.add_metric([reason], number)
         evictions.add_metric([], num_evictions)
     yield from (asked, hits, misses, evictions)
-
-
-def _turn_family(turns: TurnCounts | None) -> CounterMetricFamily:
-    family = CounterMetricFamily(
-        "prfaas_turn_snapshots",
-        "Ends of answers to be cached, by what became of them.",
-        labels=["outcome"],
-    )
-    if turns is not None:
-        family.add_metric(["made"], turns.num_made)
-        family.add_metric(["overtaken"], turns.num_overtaken)
-        family.add_metric(["dropped"], turns.num_dropped)
-    return family
 
 
 def _store_families(stats: StoreStats | None) -> Iterator[Family]:

@@ -58,10 +58,6 @@ class StepEngine(Protocol):
         """Do one batch's work; return what happened, in order."""
         ...
 
-    def drain(self) -> None:
-        """Do nothing any more that nobody waits for."""
-        ...
-
     def set_prefill_share(self, share: float) -> None:
         """Let this share of the steps in which sequences decode carry prefill, from 0.1 to 1."""
         ...
@@ -139,10 +135,6 @@ class EngineThread:
         self._ended = asyncio.Event()
         self._thread.start()
 
-    def drain(self) -> None:
-        """Let the engine do no work any more that nobody waits for."""
-        self._post(self._engine.drain)
-
     def set_prefill_share(self, share: float) -> None:
         """Let this share of the steps in which sequences decode carry prefill, from the next on.
 
@@ -160,7 +152,6 @@ class EngineThread:
             return
         for request_id in list(self._streams):
             self.abort(request_id)
-        self.drain()
         with self._wakeup:
             self._is_stopping = True
             self._wakeup.notify()

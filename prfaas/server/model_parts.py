@@ -32,9 +32,7 @@ def load_model_parts(config: NodeConfig, progress: Progress) -> NodeParts:
     chat_template = ChatTemplate.load(model_dir, None if override is None else Path(override))
     progress("load weights", 0, 1)
     engine = config.engine
-    model = load_model(
-        model_dir, dtype=engine.weight_dtype, numerics=engine.numerics, device=engine.device
-    )
+    model = load_model(model_dir, dtype=engine.weight_dtype, device=engine.device)
     progress("allocate cache", 0, 1)
     parts = ModelParts(
         layout=model.layout(config.cache.block_tokens),

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from prfaas.cache.lookups import LookupCounts
     from prfaas.cache.store import StoreStats
     from prfaas.config.options import NodeConfig, Role
-    from prfaas.engine.submission import TurnCounts
     from prfaas.scheduler.explaining import Explanation
     from prfaas.scheduler.view import PeerView
     from prfaas.server.explaining import RouteExplanation
@@ -72,8 +71,6 @@ class NodeLoad:
     lookups: LookupCounts | None = None
     """What the prefix cache found."""
     num_evictions: int = 0
-    turns: TurnCounts | None = None
-    """What became of the snapshots at the ends of answers."""
     store: StoreStats | None = None
     """The cache on disk, if there is one."""
 

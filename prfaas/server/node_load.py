@@ -46,6 +46,5 @@ def node_load(
         links=links or {},
         lookups=counts.lookups,
         num_evictions=counts.num_evictions,
-        turns=load.turns,
         store=None if cache.tier is None else cache.tier.store.stats(),
     )

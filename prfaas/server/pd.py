@@ -288,7 +288,6 @@ class PdNode:
             self.member.drain()
         if self.service is not None:
             self.service.drain()
-        self._engine.drain()
 
     async def close(self) -> None:
         """Abort what still runs and end every task and thread. Idempotent."""

@@ -121,7 +121,6 @@ class PrefillNode:
         if self.member is not None:
             self.member.drain()
         self.service.drain()
-        self._engine.drain()
 
     async def close(self) -> None:
         """End all transfers and both threads. Idempotent."""

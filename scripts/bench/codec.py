@@ -249,7 +249,7 @@ def measure(name: str, pages: list[Page], codec: Codec, num_runs: int, loss: Los
 
 
 def model_rows(name: str, directory: Path, args: argparse.Namespace) -> Iterator[Row]:
-    model = load_model(directory, dtype="float16", numerics="grid", device="cpu")
+    model = load_model(directory, dtype="float16", device="cpu")
     texts = prompts(directory, num_prompts=args.prompts, num_tokens=args.tokens)
     prepared = [prepare(model, tokens, args.answer_tokens) for tokens in texts]
     for codec in CODECS:

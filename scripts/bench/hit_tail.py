@@ -60,7 +60,7 @@ class TailEngine:
         """Return the seconds to compute the tail and draw a token, and those of the filling."""
         num_tokens = self.prefix_tokens + len(tail)
         kv, fill_s = self.working_copy(num_tokens)
-        segment = Segment(kv=kv, tokens=list(tail), num_logits=1, prompt_end=num_tokens)
+        segment = Segment(kv=kv, tokens=list(tail), num_logits=1)
         began_s = time.perf_counter()
         logits_1V = self.model.forward([segment])
         int(logits_1V.argmax())

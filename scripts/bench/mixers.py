@@ -2,13 +2,12 @@
 """One layer's mixer of every kind, and its experts: prefill tokens/s, beside transformers and a plain recurrence.
 
 Each is measured with its projections, in float32, without norms and what else is around it: prfaas's in
-chunks as `prfaas serve` computes a prompt, states or KV kept; transformers' in one call with its torch
+pieces as `prfaas serve` computes a prompt, states or KV kept; transformers' in one call with its torch
 fallback, nothing kept, where it has the family; and the recurrence token by token in plain torch
 (mixer_sequential.py), on short prompts. All run in this process on the same threads, in turn, so that
 a busy machine slows all; judge by the ratios. Weights are random, of equal shapes.
 
-`decode` is the time of one token with half a chunk behind it, in both numerics, projections
-included. `growth` is the time of the longest prompt over that of an eighth of it, divided by 8: 1 is linear.
+`decode` is the time of one token, projections included. `growth` is the time of the longest prompt over that of an eighth of it, divided by 8: 1 is linear.
 
     scripts/bench/mixers.py --json
 """
@@ -33,7 +32,6 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from prfaas.engine.batch import Batch, Segment
-from prfaas.engine.chunk_grid import CHUNK_TOKENS, replay_dim
 from prfaas.engine.config import model_from_hf
 from prfaas.engine.linear import Packing
 from prfaas.engine.loading.build import build_model
@@ -42,7 +40,7 @@ from prfaas.engine.sequence_kv import SequenceKv
 from scripts.bench.mixer_families import FAMILIES, SHARED, Family
 from scripts.bench.mixer_sequential import Run, sequential
 
-HALF_CHUNK_TOKENS = CHUNK_TOKENS // 2
+DECODE_TOKENS = 32
 SEQUENTIAL_TOKENS = 2048
 """Longer prompts are not walked: the time of a token does not change."""
 WARM_TOKENS = 1024
@@ -83,24 +81,16 @@ class Ours:
             return
         kv = SequenceKv([self.spec], capacity_tokens=len(x_TD), block_tokens=64)
         for start, stop in pairwise([*range(0, len(x_TD), self.chunk_tokens), len(x_TD)]):
-            self._forward(kv, x_TD[start:stop], prompt_end=None)
+            self._forward(kv, x_TD[start:stop])
 
-    def decoder(self, x_TD: Tensor, *, is_strict: bool) -> Callable[[], None]:
-        """Return a function that decodes all rows but the first HALF_CHUNK_TOKENS, one by one."""
-        replay_dims = [replay_dim(self.spec)] if is_strict else None
+    def decode(self, x_TD: Tensor) -> None:
+        """Take all rows one by one."""
+        kv = SequenceKv([self.spec], capacity_tokens=len(x_TD), block_tokens=64)
+        for row_1D in torch.split(x_TD, 1):
+            self._forward(kv, row_1D)
 
-        def decode() -> None:
-            kv = SequenceKv(
-                [self.spec], capacity_tokens=len(x_TD), block_tokens=64, replay_dims=replay_dims
-            )
-            self._forward(kv, x_TD[:HALF_CHUNK_TOKENS], prompt_end=HALF_CHUNK_TOKENS)
-            for row in range(HALF_CHUNK_TOKENS, len(x_TD)):
-                self._forward(kv, x_TD[row : row + 1], prompt_end=HALF_CHUNK_TOKENS)
-
-        return decode
-
-    def _forward(self, kv: SequenceKv, x_TD: Tensor, prompt_end: int | None) -> None:
-        segment = Segment(kv=kv, tokens=[0] * len(x_TD), num_logits=0, prompt_end=prompt_end)
+    def _forward(self, kv: SequenceKv, x_TD: Tensor) -> None:
+        segment = Segment(kv=kv, tokens=[0] * len(x_TD), num_logits=0)
         kv.begin_forward(())
         batch = Batch([segment])
         assert self.mixer is not None
@@ -173,12 +163,11 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True)
 class Decode:
-    """What a decoded token costs in one layer, and in strict numerics; medians."""
+    """What a decoded token costs in one layer; a median."""
 
     name: str
     num_runs: int
-    grid_ms_per_token: float
-    strict_ms_per_token: float
+    ms_per_token: float
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -260,17 +249,14 @@ def measure_growth(family: Family, ours: Ours, longer_tokens: int, num_runs: int
 
 
 def measure_decode(family: Family, ours: Ours, num_runs: int) -> Decode:
-    """Decode half a chunk in both numerics, in turn."""
-    x_TD = rows_of(2 * HALF_CHUNK_TOKENS)
-    grid, strict = (ours.decoder(x_TD, is_strict=is_strict) for is_strict in (False, True))
-    grid()
-    runs = [(seconds(grid), seconds(strict)) for _ in range(num_runs)]
-    grid_s, strict_s = (statistics.median(times) for times in zip(*runs, strict=True))
+    """Decode a few tokens, again and again."""
+    x_TD = rows_of(DECODE_TOKENS)
+    ours.decode(x_TD)
+    median_s = statistics.median(seconds(lambda: ours.decode(x_TD)) for _ in range(num_runs))
     return Decode(
         name=family.name,
         num_runs=num_runs,
-        grid_ms_per_token=round(1e3 * grid_s / HALF_CHUNK_TOKENS, 3),
-        strict_ms_per_token=round(1e3 * strict_s / HALF_CHUNK_TOKENS, 3),
+        ms_per_token=round(1e3 * median_s / DECODE_TOKENS, 3),
     )
 
 
@@ -314,8 +300,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def line(result: Row | Growth | Decode) -> str:
     if isinstance(result, Decode):
-        grid_ms, strict_ms = result.grid_ms_per_token, result.strict_ms_per_token
-        return f"{result.name:15} decode: {grid_ms} ms a token, {strict_ms} in strict numerics"
+        return f"{result.name:15} decode: {result.ms_per_token} ms a token"
     if isinstance(result, Growth):
         kind = "linear" if result.is_linear else "quadratic"
         return f"{result.name:15} {result.longer_tokens:6} tokens: growth {result.growth} ({kind})"

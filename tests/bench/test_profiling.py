@@ -123,7 +123,7 @@ class Forgetful:
     def __init__(self, node: Node) -> None:
         self._runner = node.runner
         self.max_context_tokens = node.runner.max_context_tokens
-        self.step, self.abort, self.drain = node.runner.step, node.runner.abort, node.runner.drain
+        self.step, self.abort = node.runner.step, node.runner.abort
         self.load = node.runner.load
 
     def submit(self, submission: Submission) -> None:

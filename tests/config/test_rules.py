@@ -121,7 +121,6 @@ def test_what_is_replayed_has_no_effect_on_a_model(name, value):
         ("chat_template", "t.jinja"),
         ("device", "cuda"),
         ("dtype", "float32"),
-        ("numerics", "strict"),
         ("threads", "2"),
         ("kv_ram_bytes", "1GiB"),
     ],

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from prfaas.engine.loader import load_model
 from prfaas.engine.model import Model, Segment
-from prfaas.engine.options import Numerics
 from prfaas.engine.sequence_kv import SequenceKv
 from tests.tiny_configs import VOCAB_SIZE, Family
 from tests.tiny_models import write_tiny_model
@@ -33,11 +32,10 @@ def tokens_of(seed: int = 0, num_tokens: int = NUM_TOKENS) -> list[int]:
 def load(
     family: Family,
     dtype: Literal["float16", "float32"] = "float32",
-    numerics: Numerics = "grid",
 ) -> Model:
     with TemporaryDirectory() as directory:
         path = write_tiny_model(Path(directory), family)
-        return load_model(path, dtype=dtype, numerics=numerics)
+        return load_model(path, dtype=dtype)
 
 
 def reference_logits(family: Family, tokens: Sequence[int]) -> Tensor:
@@ -74,13 +72,13 @@ def is_computed(name: str) -> bool:
 class Run:
     """One sequence of a model, forward by forward."""
 
-    def __init__(self, model: Model, prompt_end: int | None = None) -> None:
-        self.model, self.prompt_end = model, prompt_end
+    def __init__(self, model: Model) -> None:
+        self.model = model
         self.kv = model.new_kv(capacity_tokens=2 * NUM_TOKENS, block_tokens=BLOCK_TOKENS)
 
     def forward(self, tokens: Sequence[int]) -> Tensor:
         """Return the logits after the last token, [V]."""
-        segment = Segment(kv=self.kv, tokens=tokens, num_logits=1, prompt_end=self.prompt_end)
+        segment = Segment(kv=self.kv, tokens=tokens, num_logits=1)
         return self.model.forward([segment])[0]
 
     def pieces(self, tokens: Sequence[int], cuts: Sequence[int]) -> Tensor:

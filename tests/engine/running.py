@@ -16,7 +16,7 @@ from prfaas.cache.prefix import PrefixCache
 from prfaas.cache.spec import bytes_of_page
 from prfaas.engine.loader import load_model
 from prfaas.engine.model import Model, Segment
-from prfaas.engine.options import EngineOptions, Numerics
+from prfaas.engine.options import EngineOptions
 from prfaas.engine.runner import Runner
 from prfaas.engine.sampler import Sampler, TokenHistory
 from prfaas.engine.submission import FirstLogits, PageSink, Submission
@@ -25,7 +25,7 @@ from tests.tiny_models import VOCAB_SIZE, Family, write_tiny_model
 
 BLOCK = 16
 STATE_BLOCK = 64
-"""Blocks of models with linear mixers end on their chunk grid."""
+"""Of models with states, which are kept at its multiples."""
 GREEDY = SamplingParams(max_tokens=12, seed=0, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=12, seed=11, temperature=1.0, top_p=0.95)
 MODELS = [("gemma3", "float32"), ("gemma3", "float16"), ("llama", "float16"), ("qwen3", "float32")]
@@ -45,11 +45,11 @@ def tiny(family: Family, dtype: Literal["float16", "float32"]) -> Model:
 
 
 @cache
-def tiny_hybrid(family: Family, numerics: Numerics = "grid", **overrides: object) -> Model:
+def tiny_hybrid(family: Family, **overrides: object) -> Model:
     """A loaded model of any family, as its tiny config describes it."""
     with TemporaryDirectory() as directory:
         path = write_tiny_model(Path(directory), family, 0, **overrides)
-        return load_model(path, dtype="float32", numerics=numerics)
+        return load_model(path, dtype="float32")
 
 
 def block_of(model: Model) -> int:
@@ -119,7 +119,7 @@ class Node:
                 salt=salt,
             ),
         )
-        options = {"chunk_tokens": 64, "numerics": model.numerics, **options}
+        options = {"chunk_tokens": 64, **options}
         self.now_s = 0.0
         self.runner = Runner(
             model=model,
@@ -227,7 +227,7 @@ def plain_rows(model: Model, prompt: Sequence[int]) -> Generator[Row, int, None]
     kv = model.new_kv(capacity_tokens=4096, block_tokens=block_of(model))
     tokens: Sequence[int] = prompt
     while True:
-        segment = Segment(kv=kv, tokens=tokens, num_logits=1, prompt_end=len(prompt))
+        segment = Segment(kv=kv, tokens=tokens, num_logits=1)
         logits_1V = model.forward([segment])
         tokens = [(yield logits_1V.numpy()[0])]
 

@@ -54,7 +54,7 @@ def expected(family: Family) -> Tensor:
 
 
 def logits_of(model: Model) -> Tensor:
-    run = Run(model, prompt_end=len(TOKENS))
+    run = Run(model)
     pieces = run.pieces(TOKENS, CUTS)
     return torch.cat([pieces, *(run.forward([token])[None] for token in TOKENS[:NUM_STEPS])])
 
@@ -117,7 +117,7 @@ def exported(model: Model, kv: SequenceKv) -> Pages:
 
 
 def imported(model: Model, pages: Pages) -> Run:
-    run = Run(model, prompt_end=len(TOKENS))
+    run = Run(model)
     groups = model.layout(BLOCK_TOKENS).groups
     for (group, layer, block, start), page in pages.items():
         data = memoryview(bytearray(page))
@@ -136,7 +136,7 @@ def test_pages_come_back_byte_for_byte_and_decode_goes_on_from_them(
     place: Place, family: Family
 ) -> None:
     model = tiny_on(place, family)
-    here = Run(model, prompt_end=len(TOKENS))
+    here = Run(model)
     token = int(here.forward(TOKENS).argmax())
     pages = exported(model, here.kv)
     there = imported(model, pages)
@@ -153,16 +153,16 @@ def test_pages_come_back_byte_for_byte_and_decode_goes_on_from_them(
 @few_families
 def test_a_neighbour_and_a_fork_change_little(place: Place, family: Family) -> None:
     model = tiny_on(place, family)
-    alone, beside = (Run(model, prompt_end=len(TOKENS)) for _ in range(2))
-    neighbour = Run(model, prompt_end=0)
+    alone, beside = (Run(model) for _ in range(2))
+    neighbour = Run(model)
     rows = []
     for start, stop in pairwise((0, *CUTS, len(TOKENS))):
         segments = [
-            Segment(kv=run.kv, tokens=tokens, num_logits=1, prompt_end=run.prompt_end)
+            Segment(kv=run.kv, tokens=tokens, num_logits=1)
             for run, tokens in ((neighbour, [5, 6]), (beside, TOKENS[start:stop]))
         ]
         rows.append(torch.stack([alone.forward(TOKENS[start:stop]), model.forward(segments)[1]]))
-    fork = Run(model, prompt_end=len(TOKENS))
+    fork = Run(model)
     fork.kv = beside.kv.fork()
     beside.forward([9])
     rows.append(torch.stack([alone.forward([7]), fork.forward([7])]))
@@ -253,8 +253,6 @@ def test_a_model_that_cannot_be_put_there_is_refused_before_its_weights_are_read
         load_model(nowhere, device="cuda:1")
     with pytest.raises(ConfigError, match="float16 is for a CPU"):
         load_model(nowhere, device="cuda")
-    with pytest.raises(ConfigError, match=r"engine\.numerics = strict.* 'cuda'"):
-        load_model(nowhere, device="cuda", dtype="bfloat16", numerics="strict")
 
 
 def test_a_dtype_belongs_to_a_device() -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from prfaas.engine.mixer_spec import GdnSpec, KdaSpec
 from prfaas.engine.model import Model
-from prfaas.engine.options import Numerics
 from tests.engine.golden import (
     BLOCK_TOKENS,
     NUM_TOKENS,
@@ -38,8 +37,7 @@ transformers' own float32 logits are 8.5e-5 off its float64 ones."""
 WITHOUT_ORACLE: tuple[Family, ...] = ("ring",)
 """transformers takes Ring 2.5 for a Ling 3 (models.md §0)."""
 KNOWN = [family for family in FAMILIES if family not in WITHOUT_ORACLE]
-GRID_CUTS = (BLOCK_TOKENS, 3 * BLOCK_TOKENS)
-OTHER_CUTS = (1, 50, 64, 113, 150, 151)
+CUTS = (1, 50, 64, 113, 150, 151)
 NUM_STEPS = 10
 
 
@@ -54,8 +52,8 @@ def prefilled(family: Family) -> Tensor:
 
 
 @cache
-def tiny(family: Family, numerics: Numerics = "grid") -> Model:
-    return load(family, numerics=numerics)
+def tiny(family: Family) -> Model:
+    return load(family)
 
 
 def tolerance_of(family: Family, dtype: Dtype = "float32") -> float:
@@ -82,9 +80,9 @@ def test_a_prefill_gives_transformers_logits(family: Family, dtype: Dtype) -> No
 
 @pytest.mark.parametrize("family", KNOWN)
 def test_every_step_gives_transformers_logits(family: Family) -> None:
-    """Over the ends of two chunks."""
+    """Over the ends of two blocks."""
     first, count = BLOCK_TOKENS - 4, 2 * BLOCK_TOKENS + 2
-    run = Run(tiny(family), prompt_end=first)
+    run = Run(tiny(family))
     logits = run.pieces(tokens_of()[:count], range(first, count))
     assert_near(logits, reference(family)[first - 1 : count], tolerance_of(family))
 
@@ -92,7 +90,7 @@ def test_every_step_gives_transformers_logits(family: Family) -> None:
 @pytest.mark.parametrize("family", KNOWN)
 def test_ten_greedy_steps_after_a_prompt_are_transformers(family: Family) -> None:
     prompt = tokens_of()[:150]
-    run = Run(tiny(family), prompt_end=len(prompt))
+    run = Run(tiny(family))
     first = run.forward(prompt)
     drawn, logits = run.greedy(first, NUM_STEPS)
     theirs = reference_logits(family, prompt + drawn)[len(prompt) - 1 :]
@@ -101,40 +99,20 @@ def test_ten_greedy_steps_after_a_prompt_are_transformers(family: Family) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cuts_on_the_grid_give_the_bits_of_the_whole(family: Family) -> None:
-    logits = Run(tiny(family)).pieces(tokens_of(), GRID_CUTS)
-    assert torch.equal(logits[-1], prefilled(family))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_cuts_off_the_grid_are_near_and_equal_without_states(family: Family) -> None:
-    logits = Run(tiny(family)).pieces(tokens_of(), OTHER_CUTS)
-    if has_states(family):
-        assert_near(logits[-1], prefilled(family), tolerance_of(family))
-    else:
-        assert torch.equal(logits[-1], prefilled(family))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_strict_numerics_give_the_bits_of_the_whole_for_any_cut(family: Family) -> None:
-    model, tokens = tiny(family, "strict"), tokens_of()
-    whole = Run(model).forward(tokens)
-    assert torch.equal(Run(model).pieces(tokens, OTHER_CUTS)[-1], whole)
-    steps = Run(model, prompt_end=150).pieces(tokens, range(150, NUM_TOKENS))
+def test_any_cut_and_single_tokens_give_the_bits_of_the_whole(family: Family) -> None:
+    tokens, whole = tokens_of(), prefilled(family)
+    assert torch.equal(Run(tiny(family)).pieces(tokens, CUTS)[-1], whole)
+    steps = Run(tiny(family)).pieces(tokens, range(150, NUM_TOKENS))
     assert torch.equal(steps[-1], whole)
-    if not has_states(family):
-        assert torch.equal(whole, prefilled(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("num_tokens", "numerics"), [(2 * BLOCK_TOKENS, "grid"), (150, "grid"), (150, "strict")]
-)
+@pytest.mark.parametrize("num_tokens", [2 * BLOCK_TOKENS, 150])
 def test_ten_greedy_steps_after_an_import_are_those_without(
-    family: Family, num_tokens: int, numerics: Numerics
+    family: Family, num_tokens: int
 ) -> None:
-    model, prompt = tiny(family, numerics), tokens_of()[:num_tokens]
-    source, target = (Run(model, prompt_end=num_tokens) for _ in range(2))
+    model, prompt = tiny(family), tokens_of()[:num_tokens]
+    source, target = (Run(model) for _ in range(2))
     first = source.forward(prompt)
     pages = pages_of(source.kv)
     import_pages(target.kv, pages, num_tokens)
@@ -150,7 +128,7 @@ def test_greedy_answers_vary(family: Family) -> None:
     model = tiny(family)
     answers = set()
     for seed in range(3):
-        run = Run(model, prompt_end=100)
+        run = Run(model)
         answers.add(tuple(run.greedy(run.forward(tokens_of(seed)[:100]), NUM_STEPS)[0]))
     assert len(answers) == 3
     assert max(len(set(answer)) for answer in answers) > 3

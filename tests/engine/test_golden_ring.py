@@ -44,7 +44,7 @@ def test_a_prefill_gives_the_definitions_logits(
 
 @pytest.mark.slow
 def test_every_step_gives_the_definitions_logits(expected: Tensor) -> None:
-    logits = Run(load("ring"), prompt_end=0).pieces(tokens_of(), range(1, NUM_TOKENS))
+    logits = Run(load("ring")).pieces(tokens_of(), range(1, NUM_TOKENS))
     torch.testing.assert_close(logits.double(), expected, rtol=0, atol=TOLERANCES["float32"])
 
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.cache.spec import FullSpec, StateSpec, WindowSpec
-from prfaas.engine.chunk_grid import CHUNK_TOKENS, replay_dim
 from prfaas.engine.families.registry import describe
 from prfaas.engine.kv_groups import STATE_PAGE_BYTES, kv_groups
 from prfaas.engine.mixer_spec import (
@@ -24,7 +23,6 @@ from prfaas.engine.mixer_spec import (
     bytes_per_token,
 )
 from prfaas.engine.model_spec import layers_kv_bytes
-from prfaas.errors import ConfigError
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
@@ -93,11 +91,14 @@ def test_equal_sizes_that_lie_differently_are_two_groups():
 
 
 @given(block_tokens=st.integers(1, 200))
-def test_only_states_tie_blocks_to_the_chunk_grid(block_tokens):
-    assert kv_groups([FULL, WINDOW], block_tokens).block_tokens == block_tokens
-    if block_tokens % CHUNK_TOKENS:
-        with pytest.raises(ConfigError, match=f"= {block_tokens} .* 64, .* lightning, shortconv"):
-            kv_groups([FULL, LIGHTNING, CONV], block_tokens)
+def test_blocks_have_any_size_and_states_are_as_large_in_all(block_tokens):
+    layout, usual = (kv_groups([FULL, LIGHTNING, CONV], size) for size in (block_tokens, 64))
+    assert layout.block_tokens == block_tokens
+    sizes = [
+        [spec.state_bytes for spec in each.groups if isinstance(spec, StateSpec)]
+        for each in (layout, usual)
+    ]
+    assert sizes[0] == sizes[1]
 
 
 def test_slices_are_as_large_as_the_pages_of_kv_or_as_the_state():
@@ -112,20 +113,6 @@ def test_slices_are_as_large_as_the_pages_of_kv_or_as_the_state():
         assert isinstance(state, StateSpec)
         assert state.page_bytes == page_bytes
         assert state.slices_per_layer == -(-64 * 128 * 128 * 4 // page_bytes)
-
-
-def test_strict_modes_rows_make_a_state_larger_and_have_a_name():
-    layers: tuple[MixerSpec, ...] = (FULL, LIGHTNING, CONV)
-    dims = [replay_dim(layer) for layer in layers]
-    assert dims == [None, 96, None]
-    grid, strict = kv_groups(layers, 64), kv_groups(layers, 64, replay_dims=dims)
-    sizes = [
-        [spec.state_bytes for spec in layout.groups if isinstance(spec, StateSpec)]
-        for layout in (grid, strict)
-    ]
-    assert [after - before for before, after in zip(*sizes, strict=True)] == [64 * 96 * 4, 0]
-    assert grid.layout_version.endswith("kv-htd state-hkv conv-tc")
-    assert strict.layout_version.endswith("kv-htd state-hkv,rows-tr conv-tc")
 
 
 def test_layouts_load_without_torch():

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import structlog.testing
 import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
@@ -254,13 +253,3 @@ def test_pages_are_given_back_while_a_model_is_packed(
     load_model(llama, dtype="float32")
     size = (llama / "model.safetensors").stat().st_size
     assert len(released) > size // 200_000
-
-
-def test_strict_numerics_are_said_to_change_nothing_for_attention_alone(llama: Path) -> None:
-    with structlog.testing.capture_logs() as events:
-        load_model(llama, numerics="strict")
-    assert {
-        "event": "numerics.strict_already",
-        "log_level": "info",
-        "model_type": "llama",
-    } in events

@@ -23,15 +23,14 @@ from prfaas.engine.numerics import (
     packing_of,
     self_test,
 )
-from prfaas.engine.options import Numerics
 from prfaas.errors import ConfigError
 from tests.engine.golden import load
 from tests.tiny_models import Family, write_tiny_model
 
 
 @cache
-def tiny(family: Family, numerics: Numerics = "grid") -> Model:
-    return load(family, numerics=numerics)
+def tiny(family: Family) -> Model:
+    return load(family)
 
 
 @pytest.fixture(scope="module")
@@ -134,29 +133,13 @@ def broken_pack(weight_NK: Tensor, packing: Packing, bias_N: Tensor | None = Non
     return lambda x_MK: spoil(exact(x_MK))
 
 
-@pytest.mark.parametrize(
-    ("family", "numerics", "word"),
-    [
-        ("gemma3", "grid", "exact"),
-        ("gemma3", "strict", "exact"),  # attention alone: strict changes nothing
-        ("qwen3_5", "grid", "exact-chunk64"),
-        ("qwen3_5", "strict", "exact-strict64"),
-    ],
-)
-def test_the_fingerprint_says_which_cuts_keep_the_bits(
-    family: Family, numerics: Numerics, word: str
-) -> None:
-    model = tiny(family, numerics)
-    assert model.numerics_fingerprint.split()[-2] == word
-
-
-def test_attention_alone_has_one_fingerprint_whatever_the_mode() -> None:
-    fingerprints = {tiny("gemma3", mode).numerics_fingerprint for mode in ("grid", "strict")}
-    assert len(fingerprints) == 1
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_the_fingerprint_says_that_cuts_keep_the_bits(family: Family) -> None:
+    assert tiny(family).numerics_fingerprint.split()[-2] == "exact"
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "minimax", "falcon_h1", "lfm2"])
-@pytest.mark.parametrize("num_rows", [5, 130])  # a piece behind its neighbour's two rows
+@pytest.mark.parametrize("num_rows", [3, 7, 66])  # a piece behind its neighbour's two rows
 def test_a_walk_that_depends_on_how_tokens_were_cut_is_found(
     family: Family, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

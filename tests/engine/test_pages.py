@@ -44,19 +44,19 @@ def filled(model: Model, num_tokens: int) -> SequenceKv:
 
 
 def next_logits(model: Model, kv: SequenceKv) -> bytes:
-    segment = Segment(kv=kv, tokens=[9, 8, 7], num_logits=1, prompt_end=kv.num_tokens)
+    segment = Segment(kv=kv, tokens=[9, 8, 7], num_logits=1)
     return model.forward([segment]).numpy().tobytes()
 
 
 def save(kv: SequenceKv, table: BlockTable, layout: CacheLayout) -> bool:
-    return save_pages(kv, table, layout, published_tokens=kv.num_tokens)
+    return save_pages(kv, table, layout)
 
 
 def writes_of(
     kv: SequenceKv, table: BlockTable, layout: CacheLayout, *, end: int, prompt_tokens: int
 ) -> list[BlockWrite]:
     """What a forward without a sink writes that takes `kv` to `end`."""
-    publishing = Publishing(prompt_tokens=prompt_tokens, published_tokens=prompt_tokens)
+    publishing = Publishing(prompt_tokens=prompt_tokens)
     snapshots = plan_snapshots(table, layout, publishing, start=kv.num_tokens, end=end)
     return list(plan_writes(kv, table, layout, publishing, end=end, snapshots=snapshots))
 
@@ -96,12 +96,11 @@ def test_whole_blocks_that_are_saved_become_hits(model):
     again.release()
 
 
-def test_what_decode_made_is_saved_for_this_table_alone(hybrid):
-    """Even a whole block; it goes once it is in a working copy."""
+def test_a_cut_block_is_saved_for_this_table_alone(hybrid):
+    """It goes once it is in a working copy."""
     node = Node(hybrid)
     table = node.lookup(prompt_of(200))
-    kv = filled(hybrid, 192)
-    assert save_pages(kv, table, node.cache.layout, published_tokens=70)
+    assert save(filled(hybrid, 190), table, node.cache.layout)
     for group, spec in enumerate(node.cache.layout.groups):
         assert table.pages(group, 2) is not None
         assert not table.is_committed(group, 2)

@@ -12,7 +12,7 @@ from prfaas.engine.batch import Batch, Segment
 from prfaas.engine.mixer_spec import LightningSpec
 from prfaas.engine.recurrence import Part, begin, run
 from prfaas.engine.sequence_kv import SequenceKv
-from prfaas.engine.states import CHUNK_TOKENS, State
+from prfaas.engine.states import State
 
 SPEC = LightningSpec(num_heads=1, head_dim=2, scale=1.0, slope_scale=1.0)
 
@@ -20,30 +20,26 @@ SPEC = LightningSpec(num_heads=1, head_dim=2, scale=1.0, slope_scale=1.0)
 class TracingSum:
     """Counts and adds up rows: the state [1, 2, 2] holds the rows seen so far and their sum.
 
-    An output row tells what it saw: [rows before it in its call's chunk, sum through it].
+    An output row tells what it saw: [rows before it in its call, sum through it].
     """
 
     row_dim = 1
     out_dim = 2
 
     def __init__(self) -> None:
-        self.scans: list[tuple[int, list[int]]] = []
+        self.scans: list[int] = []
         self.steps: list[int] = []
         self.failures_left = 0
 
-    def scan(
-        self, rows_TR: Tensor, state: State, stops: Sequence[int]
-    ) -> tuple[Tensor, list[State]]:
+    def scan(self, rows_TR: Tensor, state: State) -> tuple[Tensor, State]:
         self._maybe_fail()
         assert len(rows_TR) > 0
-        assert list(stops) == sorted(set(stops))
-        assert all(at > 0 and (at % CHUNK_TOKENS == 0 or at == len(rows_TR)) for at in stops)
-        self.scans.append((len(rows_TR), list(stops)))
+        self.scans.append(len(rows_TR))
         [memory] = state
         sums_T = memory[0, 0, 1] + rows_TR[:, 0].cumsum(0)
-        places_T = torch.arange(len(rows_TR)) % CHUNK_TOKENS
-        states = [_memory(memory[0, 0, 0] + at, sums_T[at - 1]) for at in stops]
-        return torch.stack([places_T, sums_T], dim=1), states
+        places_T = torch.arange(len(rows_TR))
+        after = _memory(memory[0, 0, 0] + len(rows_TR), sums_T[-1])
+        return torch.stack([places_T, sums_T], dim=1), after
 
     def step(self, rows_SR: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
         self._maybe_fail()
@@ -66,7 +62,7 @@ def _memory(count: Tensor, value: Tensor) -> State:
 
 
 def new_kv() -> SequenceKv:
-    return SequenceKv([SPEC], capacity_tokens=1024, block_tokens=CHUNK_TOKENS)
+    return SequenceKv([SPEC], capacity_tokens=1024, block_tokens=64)
 
 
 def values(start: int, stop: int) -> Tensor:
@@ -76,21 +72,17 @@ def values(start: int, stop: int) -> Tensor:
 
 def forward(
     core: TracingSum,
-    parts: Sequence[tuple[SequenceKv, int, int | None]],
+    parts: Sequence[tuple[SequenceKv, int]],
     wanted: Sequence[int] = (),
 ) -> list[Tensor]:
-    """Run (kv, number of tokens, end of the prompt) as one batch; return their output rows."""
-    segments = [
-        Segment(kv=kv, tokens=[0] * num_tokens, num_logits=0, prompt_end=end)
-        for kv, num_tokens, end in parts
-    ]
-    batch = Batch(segments)
-    rows = [values(kv.num_tokens, kv.num_tokens + count) for kv, count, _ in parts]
+    """Run (kv, number of tokens) as one batch; return their output rows."""
+    batch = Batch([Segment(kv=kv, tokens=[0] * count, num_logits=0) for kv, count in parts])
+    rows = [values(kv.num_tokens, kv.num_tokens + count) for kv, count in parts]
     out_TX = torch.full((len(batch.tokens_T), 2), torch.nan)
-    for kv, _, _ in parts:
+    for kv, _ in parts:
         kv.begin_forward(wanted)
     run(core, torch.cat(rows), batch, 0, out_TX)
-    for kv, count, _ in parts:
+    for kv, count in parts:
         kv.num_tokens += count
     return [out_TX[where] for where, _ in batch.parts]
 
@@ -105,64 +97,38 @@ def total(position: int) -> float:
     return position * (position + 1) / 2
 
 
-def test_an_off_grid_start_runs_alone_up_to_the_next_grid_line() -> None:
-    core, kv = TracingSum(), new_kv()
-    forward(core, [(kv, 70, None)])
-    forward(core, [(kv, 130, None)])
-    assert core.scans == [(70, [70]), (58, [58]), (72, [72])]
-    forward(core, [(kv, 10, None)])
-    assert core.scans[3:] == [(10, [10])]
-
-
 def test_states_are_held_where_they_are_wanted_and_at_the_end() -> None:
     core, kv = TracingSum(), new_kv()
-    forward(core, [(kv, 200, None)], wanted=[64, 192, 256])
-    assert core.scans == [(200, [64, 192, 200])]
-    assert kv.state_of(0).positions == (64, 192, 200)
-    forward(core, [(kv, 100, None)], wanted=[256])
-    assert core.scans[1:] == [(56, [56]), (44, [44])]
-    assert kv.state_of(0).positions == (200, 256, 300)
+    forward(core, [(kv, 200)], wanted=[64, 190, 256])
+    assert core.scans == [64, 126, 10]
+    assert kv.state_of(0).positions == (64, 190, 200)
+    forward(core, [(kv, 100)], wanted=[256])
+    assert core.scans[3:] == [56, 44]
     for position in (200, 256, 300):
         assert memory(kv, position) == (position, total(position))
 
 
-def test_tokens_after_the_prompt_are_stepped_and_together() -> None:
+def test_single_tokens_are_stepped_together_and_longer_parts_are_scanned() -> None:
     core, first, second, third = TracingSum(), new_kv(), new_kv(), new_kv()
-    outs = forward(core, [(first, 66, 64), (second, 3, 0), (third, 5, None)])
-    assert core.scans == [(64, [64]), (5, [5])]
-    assert core.steps == [2, 2, 1]
-    for kv, num_tokens, out in zip((first, second, third), (66, 3, 5), outs, strict=True):
+    forward(core, [(first, 66), (second, 1), (third, 5)])
+    assert (core.scans, core.steps) == ([66, 5], [1])
+    outs = forward(core, [(first, 1), (second, 1), (third, 2)])
+    assert (core.scans, core.steps) == ([66, 5, 2], [1, 2])
+    for kv, num_tokens, out in zip((first, second, third), (67, 2, 7), outs, strict=True):
         assert memory(kv, num_tokens) == (num_tokens, total(num_tokens))
-        assert torch.equal(out[:, 1], values(0, num_tokens)[:, 0].cumsum(0))
-    forward(core, [(first, 1, 64), (third, 1, 5)])
-    assert core.steps == [2, 2, 1, 2]
-    assert memory(first, 67) == (67, total(67))
+        assert out[-1, 1] == total(num_tokens)
 
 
-def test_a_state_wanted_among_stepped_tokens_is_held() -> None:
-    core, kv = TracingSum(), new_kv()
-    forward(core, [(kv, 130, 60)], wanted=[64, 128])
-    assert {64, 128, 130} <= set(kv.state_of(0).positions)
-    assert memory(kv, 128) == (128, total(128))
-
-
-@given(
-    cuts=st.sets(st.integers(1, 299), max_size=6),
-    prompt_end=st.one_of(st.none(), st.integers(0, 320)),
-)
+@given(cuts=st.sets(st.integers(1, 299), max_size=6))
 @settings(max_examples=30)
-def test_any_cuts_and_prompt_ends_take_every_row_once(
-    cuts: set[int], prompt_end: int | None
-) -> None:
+def test_any_cuts_take_every_row_once(cuts: set[int]) -> None:
     core, kv = TracingSum(), new_kv()
     outs = []
     for stop in [*sorted(cuts), 300]:
-        outs += forward(core, [(kv, stop - kv.num_tokens, prompt_end)], wanted=[64, 128, 256])
+        outs += forward(core, [(kv, stop - kv.num_tokens)], wanted=[64, 128, 256])
         assert memory(kv, stop) == (stop, total(stop))
     assert torch.equal(torch.cat(outs)[:, 1], values(0, 300)[:, 0].cumsum(0))
-    num_stepped = 300 - min(300, 300 if prompt_end is None else prompt_end)
-    assert sum(core.steps) == num_stepped
-    assert sum(num_rows for num_rows, _ in core.scans) == 300 - num_stepped
+    assert sum(core.steps) + sum(core.scans) == 300
 
 
 @pytest.mark.parametrize("num_calls_before", [0, 1, 2, 3])
@@ -176,16 +142,16 @@ def test_a_failed_forward_can_be_run_again(num_calls_before: int) -> None:
 
     core = Failing()
     kvs = [new_kv() for _ in range(4)]
-    forward(core, [(kv, 70, None) for kv in kvs])
+    forward(core, [(kv, 70) for kv in kvs])
     before = [kv.state_of(0).at(70) for kv in kvs]
     copies = [[tensor.clone() for tensor in state] for state in before]
     core.failures_left = num_calls_before + 1
     with pytest.raises(RuntimeError, match="as asked"):
-        forward(core, [(kv, 30, None) for kv in kvs])
+        forward(core, [(kv, 30) for kv in kvs])
     for kv, state, copy in zip(kvs, before, copies, strict=True):
         assert all(map(torch.equal, kv.state_of(0).at(70), copy))
         assert kv.state_of(0).at(70) is state
-    outs = forward(core, [(kv, 30, None) for kv in kvs])
+    outs = forward(core, [(kv, 30) for kv in kvs])
     for out in outs:
         assert torch.equal(out[:, 1], values(0, 100)[70:, 0].cumsum(0) + total(70))
 
@@ -210,7 +176,9 @@ def test_parts_keep_states_at_wanted_positions_and_at_ends(
         assert part.rows == slice(2, 2 + stop - start)
         part.hold([walked(part, row) for row in part.stops])
         inside = {at for at in wanted if start < at < stop}
-        assert set(kv.state_of(0).positions) == (inside | {start, stop}) - {0}
+        kept = start // 64 * 64
+        held = set(kv.state_of(0).positions)
+        assert held - {kept} == (inside | {start, stop}) - {0, kept}
         for position in (*inside, stop):
             assert memory(kv, position) == (position, total(position))
         kv.num_tokens = stop

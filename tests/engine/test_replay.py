@@ -366,7 +366,7 @@ def test_the_next_turn_of_a_chat_starts_where_the_last_one_ended():
     prompt = prompt_of(3 * BLOCK + 5)
     answer = node.answer(prompt, replace(GREEDY, max_tokens=40)).tokens()
     turn = (*prompt, *answer, *prompt_of(30, seed=2))
-    num_cached = (len(prompt) + len(answer)) // BLOCK * BLOCK
+    num_cached = (len(prompt) + len(answer) - 1) // BLOCK * BLOCK
     result = node.answer(turn)
     assert result.num_computed == len(turn) - num_cached
     assert result.tokens() == plain_answer(HYBRID, turn)

@@ -33,7 +33,3 @@ def test_a_decode_step_is_that_of_its_batch_and_none_takes_nothing():
     assert timing(4.0).step_s(8) == pytest.approx(0.04)
     assert timing().step_s(0) == 0.0
     assert ReplayTiming(prefill_s=lambda n: n, decode_s=None).step_s(0) == 0.0
-
-
-def test_idle_work_does_not_take_the_start_of_a_prefill():
-    assert timing(2.0).idle_s(1_000) == pytest.approx(1.0)

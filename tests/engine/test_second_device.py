@@ -54,10 +54,10 @@ def test_weights_constants_masks_and_states_meet_on_the_device(family: Family) -
 def test_pages_go_to_the_host_and_come_back_beside_a_neighbour(family: Family) -> None:
     with second_device():
         model = tiny_on(PLACE, family)
-        run, neighbour = Run(model, prompt_end=len(TOKENS)), Run(model, prompt_end=0)
+        run, neighbour = Run(model), Run(model)
         for start, stop in pairwise((0, *CUTS, len(TOKENS))):
             segments = [
-                Segment(kv=kv, tokens=tokens, num_logits=1, prompt_end=end)
+                Segment(kv=kv, tokens=tokens, num_logits=1)
                 for kv, tokens, end in (
                     (neighbour.kv, [5, 6], 0),
                     (run.kv, TOKENS[start:stop], len(TOKENS)),
@@ -67,7 +67,7 @@ def test_pages_go_to_the_host_and_come_back_beside_a_neighbour(family: Family) -
         pages = exported(model, run.kv)
         there = imported(model, pages)
         assert exported(model, there.kv) == pages
-        fork = Run(model, prompt_end=len(TOKENS))
+        fork = Run(model)
         fork.kv = run.kv.fork()
         rows = [each.forward(TOKENS[:1]) for each in (run, there, fork)]
     wanted = expected(family)[len(CUTS) + 1].expand(3, -1)

@@ -27,9 +27,7 @@ def submission():
 
 
 def state_of(submission: Submission) -> RequestState:
-    return RequestState(
-        submission=submission, max_total_tokens=25, published_tokens=25, open_choices=[0, 1]
-    )
+    return RequestState(submission=submission, max_total_tokens=25, open_choices=[0, 1])
 
 
 def changed(submission: Submission, **fields) -> Submission:

@@ -16,7 +16,7 @@ from prfaas.engine.mixer_spec import (
     ShortConvSpec,
     state_bytes,
 )
-from prfaas.engine.states import CHUNK_TOKENS, LayerState, State, replay_dim
+from prfaas.engine.states import LayerState, State
 from tests.engine.places import DEVICES
 
 SPEC = KdaSpec(num_heads=2, head_dim=4, conv_width=4)
@@ -49,18 +49,6 @@ def test_at_position_0_a_state_is_zeros_in_the_shapes_of_the_spec(spec: MixerSpe
     assert states.nbytes == 4 * sum(tensor.numel() for tensor in state)
 
 
-def test_strict_mode_adds_a_chunk_of_input_rows() -> None:
-    dim = replay_dim(SPEC)
-    assert dim == 4 * 8 + 2
-    states = LayerState(SPEC, replay_dim=dim)
-    assert states.shapes[-1] == (CHUNK_TOKENS, dim)
-    assert states.nbytes == LayerState(SPEC).nbytes + 4 * CHUNK_TOKENS * dim
-
-
-def test_a_short_convolution_has_nothing_to_replay() -> None:
-    assert replay_dim(ShortConvSpec(channels=7, conv_width=3)) is None
-
-
 def test_a_state_serves_its_position_alone() -> None:
     states = LayerState(SPEC)
     states.hold(64, random_state(states))
@@ -81,6 +69,18 @@ def test_a_forward_forgets_every_position_but_the_one_it_starts_from() -> None:
     assert not states.wanted
 
 
+def test_a_forward_may_keep_one_state_more() -> None:
+    states = LayerState(SPEC)
+    for position in (64, 128, 150):
+        states.hold(position, random_state(states, position))
+    kept = states.at(128)
+    states.begin(150, [], kept=128)
+    assert states.positions == (128, 150)
+    assert states.at(128) is kept
+    states.begin(150, [], kept=64)
+    assert not states.holds(128)
+
+
 def test_a_forward_that_cannot_start_forgets_nothing() -> None:
     states = LayerState(SPEC)
     states.hold(64, random_state(states))
@@ -99,7 +99,7 @@ def test_a_forward_from_0_can_start_after_any_other() -> None:
 
 
 def test_a_fork_goes_its_own_way() -> None:
-    states = LayerState(SPEC, replay_dim=5)
+    states = LayerState(SPEC)
     states.hold(64, random_state(states))
     other = states.fork()
     other.hold(65, random_state(states, 1))
@@ -121,14 +121,14 @@ def test_a_fork_exports_the_bytes_of_its_origin() -> None:
 def test_export_and_import_in_slices_of_any_order_are_the_identity(
     spec: MixerSpec, data: st.DataObject
 ) -> None:
-    source = LayerState(spec, replay_dim=data.draw(st.sampled_from([None, 3])))
+    source = LayerState(spec)
     source.hold(70, random_state(source))
     cuts = data.draw(st.sets(st.integers(1, source.nbytes - 1), max_size=6))
     edges = [0, *sorted(cuts), source.nbytes]
     slices = list(pairwise(edges))
     order = data.draw(st.permutations(slices))
     repeated = data.draw(st.lists(st.sampled_from(slices), max_size=3))
-    target = LayerState(spec, replay_dim=source.replay_dim)
+    target = LayerState(spec)
     for start, stop in [*repeated, *order]:
         page = bytearray(stop - start)
         source.write_to(70, memoryview(page), start)

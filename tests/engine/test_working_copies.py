@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from prfaas.engine.model import Segment
 from prfaas.engine.sequence import SequenceState, new_request
 from prfaas.engine.submission import Submission
@@ -16,10 +14,9 @@ DRAWN = prompt_of(120, seed=1)
 TURN = (*PROMPT, *DRAWN, *prompt_of(30, seed=2))
 
 
-@pytest.mark.parametrize(("numerics", "resumed"), [("grid", 64), ("strict", 192)])
-def test_without_pages_a_decoding_sequence_goes_on_from_what_has_its_own_bits(numerics, resumed):
-    """Another turn has computed its drawn tokens in chunks: other bits, unless in strict mode."""
-    model = tiny_hybrid("bamba", numerics)
+def test_without_pages_a_decoding_sequence_goes_on_from_what_a_lookup_finds():
+    """What another turn computed of its drawn tokens has the bits that decode gave them."""
+    model = tiny_hybrid("bamba")
     node = Node(model)
     for prompt in (PROMPT, TURN[:193]):
         node.answer(prompt, GREEDY)
@@ -28,11 +25,7 @@ def test_without_pages_a_decoding_sequence_goes_on_from_what_has_its_own_bits(nu
     sampling = replace(GREEDY, max_tokens=200)
     request = Request(request_id="r", prompt_tokens=PROMPT, sampling=sampling)
     table = node.cache.lookup((), 1)
-    state = new_request(
-        Submission(request=request, table=table),
-        max_context_tokens=400,
-        publishes_decode=numerics == "strict",
-    )
+    state = new_request(Submission(request=request, table=table), max_context_tokens=400)
     sequence = SequenceState(
         key=0,
         owner=state,
@@ -44,28 +37,24 @@ def test_without_pages_a_decoding_sequence_goes_on_from_what_has_its_own_bits(nu
     copies = WorkingCopies(model, node.cache)
     copies.make(sequence, 300)
     assert sequence.kv is not None
-    segment = Segment(
-        kv=sequence.kv, tokens=sequence.tokens[:219], num_logits=0, prompt_end=len(PROMPT)
-    )
+    segment = Segment(kv=sequence.kv, tokens=sequence.tokens[:219], num_logits=0)
     model.forward([segment])
     full = node.cache.lookup((), 1)
     block = 0
     while full.try_allocate(0, block) is not None:
         block += 1
-    assert copies.end(sequence) == sequence.resume_tokens == resumed
+    assert copies.end(sequence) == sequence.resume_tokens == 192
     for held in (*pinned, full, sequence.table):
         held.release()
     node.assert_idle()
 
 
 def test_with_pages_it_goes_on_where_it_was():
-    model = tiny_hybrid("bamba", "grid")
+    model = tiny_hybrid("bamba")
     node = Node(model)
     request = Request(request_id="r", prompt_tokens=PROMPT, sampling=GREEDY)
     table = node.cache.lookup(node.cache.block_keys(PROMPT, b""), len(PROMPT))
-    state = new_request(
-        Submission(request=request, table=table), max_context_tokens=400, publishes_decode=False
-    )
+    state = new_request(Submission(request=request, table=table), max_context_tokens=400)
     sequence = SequenceState(
         key=0,
         owner=state,
@@ -83,7 +72,6 @@ def test_with_pages_it_goes_on_where_it_was():
             kv=sequence.kv,
             tokens=sequence.tokens[start:end],
             num_logits=0,
-            prompt_end=len(PROMPT),
         )
         model.forward([segment])
         assert copies.end(sequence) == end
@@ -92,9 +80,9 @@ def test_with_pages_it_goes_on_where_it_was():
     copies.make(sequence, 300)
     straight = model.new_kv(capacity_tokens=300)
     tokens = sequence.tokens[:219]
-    model.forward([Segment(kv=straight, tokens=tokens, num_logits=0, prompt_end=len(PROMPT))])
+    model.forward([Segment(kv=straight, tokens=tokens, num_logits=0)])
     rows = [
-        model.forward([Segment(kv=kv, tokens=[5], num_logits=1, prompt_end=len(PROMPT))])
+        model.forward([Segment(kv=kv, tokens=[5], num_logits=1)])
         for kv in (sequence.kv, straight)
         if kv is not None
     ]

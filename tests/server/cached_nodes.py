@@ -88,10 +88,7 @@ async def node_on(
 
 
 async def at_rest(node: PdNode) -> None:
-    """Return when nobody holds a page and nothing waits to be written; every count is right.
-
-    An engine that has nothing else to do may make snapshots of ends of turns meanwhile.
-    """
+    """Return when nobody holds a page and nothing waits to be written; every count is right."""
     flush(node)
     await until(lambda: is_idle(node))
     node._cache.check()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from prfaas.cache.options import CacheOptions
 from prfaas.cache.prefix import PrefixCache
 from prfaas.config.options import ModelOptions, NodeConfig
-from prfaas.engine.options import EngineOptions, Numerics, WeightDtype
+from prfaas.engine.options import EngineOptions, WeightDtype
 from prfaas.server.pd import PdNode, load_pd_node
 from prfaas.server.prefill import PrefillNode, load_prefill_node
 from prfaas.transport.messages import CodecName
@@ -52,7 +52,6 @@ def config(
     accept_numerics: Literal["equal", "approximate"] = "equal",
     block_tokens: int = 16,
     max_context_tokens: int = CONTEXT_TOKENS,
-    numerics: Numerics = "grid",
     kv_codec: CodecName = "raw",
     streams: int = 4,
     transfer_snapshot_tokens: str = "auto",
@@ -72,7 +71,6 @@ def config(
             dtype=dtype,
             chunk_tokens=64,
             max_context_tokens=max_context_tokens,
-            numerics=numerics,
         ),
         transport=replace(
             TRANSPORT,

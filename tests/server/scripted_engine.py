@@ -167,9 +167,6 @@ class ScriptedEngine:
     def set_prefill_share(self, share: float) -> None:
         self.prefill_share = share
 
-    def drain(self) -> None:
-        """It never does what nobody asked for."""
-
     def load(self) -> EngineLoad:
         return EngineLoad(
             num_running=len(self._queue[:1]),

@@ -49,19 +49,19 @@ async def answer(
 
 
 @pytest.mark.parametrize(
-    ("family", "numerics", "block_tokens"),
+    ("family", "block_tokens"),
     [
-        ("qwen3", "grid", 16),
-        ("gemma3", "grid", 16),
-        pytest.param("kimi_linear", "strict", 64, marks=pytest.mark.slow),
+        ("qwen3", 16),
+        ("gemma3", 16),
+        pytest.param("kimi_linear", 64, marks=pytest.mark.slow),
     ],
 )
 async def test_tokens_of_another_node_are_continued_as_if_it_had_gone_on(
-    family, numerics, block_tokens, models
+    family, block_tokens, models
 ):
     """Two choices, drawn at temperature 1 with penalties and logprobs, cut anywhere, prefilled anywhere."""
     model = models(family)
-    async with real_nodes(model, model, numerics=numerics, block_tokens=block_tokens) as nodes:
+    async with real_nodes(model, model, block_tokens=block_tokens) as nodes:
         tokens = verify_tokens(nodes.pd.tokenizer.encode, 100)
         asked = Request(request_id="", prompt_tokens=tokens, sampling=SAMPLING, num_choices=2)
         here = Directions(reason="idle")

@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 
 from prfaas.clock import monotonic_s
-from prfaas.errors import ConfigError
+from prfaas.engine.config import model_from_hf
 from prfaas.server import verify
-from prfaas.server.pd import load_pd_node
 from prfaas.server.verify import verify_node, verify_tokens
-from prfaas.types import Request, RequestRecord, RouteName, SamplingParams
+from prfaas.types import Request, RequestRecord, RouteName, SamplingParams, TokenLogprobs
 from tests.relay import Fault
-from tests.server.fleet import CountedTransfers
-from tests.server.real_nodes import RealNodes, config, no_progress, real_nodes
-from tests.tiny_configs import Family
+from tests.server.real_nodes import RealNodes, real_nodes
+from tests.tiny_configs import FAMILIES, Family, tiny_config
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
 BLOCK = 64
+LINEAR = [f for f in FAMILIES if any(x.states for x in model_from_hf(tiny_config(f)).layers)]
 SETTINGS: dict[str, Any] = {"dtype": "float32", "block_tokens": BLOCK, "max_context_tokens": 420}
 
 
@@ -35,13 +34,10 @@ def models(tmp_path, monkeypatch) -> Callable[[Family], Path]:
     return lambda family: write_tiny_model(tmp_path / family, family)
 
 
-@pytest.mark.parametrize(
-    ("family", "numerics"),
-    [("kimi_linear", "grid"), ("bamba", "grid"), ("falcon_h1", "grid"), ("minimax", "strict")],
-)
-async def test_equal_nodes_with_states_agree_on_every_token_and_every_bit(family, numerics, models):
+@pytest.mark.parametrize("family", ["kimi_linear", "bamba", "falcon_h1", "minimax"])
+async def test_equal_nodes_with_states_agree_on_every_token_and_every_bit(family, models):
     model = models(family)
-    async with real_nodes(model, model, numerics=numerics, **SETTINGS) as nodes:
+    async with real_nodes(model, model, **SETTINGS) as nodes:
         report = await verify_node(nodes.pd, clock=monotonic_s)
         assert [case.failure for case in report.cases if case.failure] == []
         assert report.tokens_equal
@@ -56,14 +52,22 @@ async def test_equal_nodes_with_states_agree_on_every_token_and_every_bit(family
 async def ask(
     nodes: RealNodes, tokens: tuple[int, ...], route: RouteName, salt: bytes
 ) -> tuple[list[int], RequestRecord]:
+    events, record = await ask_events(nodes, tokens, route, salt)
+    return [token for token, _ in events], record
+
+
+async def ask_events(
+    nodes: RealNodes, tokens: tuple[int, ...], route: RouteName, salt: bytes
+) -> tuple[list[tuple[int, TokenLogprobs | None]], RequestRecord]:
+    """Return tokens with their log probabilities, which are compared to the last bit."""
     request = Request(
         request_id=f"{route}-{salt.hex()}",
         prompt_tokens=tokens,
-        sampling=SamplingParams(max_tokens=8, seed=3, temperature=1.0),
+        sampling=SamplingParams(max_tokens=8, seed=3, temperature=1.0, num_logprobs=3),
         cache_salt=salt,
     )
     async with nodes.pd.generate(request, force_route=route) as generation:
-        drawn = [event.token_id async for event in generation]
+        drawn = [(event.token_id, event.logprobs) async for event in generation]
     return drawn, generation.record
 
 
@@ -126,7 +130,15 @@ async def test_snapshots_on_the_way_change_no_answer_and_serve_other_prompts(mod
         assert record.tokens_reused == 192
 
 
-def test_blocks_off_the_chunk_grid_are_refused_before_anything_is_served(models):
-    wrong = config(models("minimax"), **(SETTINGS | {"block_tokens": 16}))
-    with pytest.raises(ConfigError, match=r"cache\.block_tokens = 16 .* 64"):
-        load_pd_node(wrong, CountedTransfers(), no_progress)
+@pytest.mark.parametrize("family", LINEAR)
+async def test_a_state_that_decode_made_goes_on_as_the_other_nodes_prefill_does(family, models):
+    model = models(family)
+    async with real_nodes(model, model, **SETTINGS) as nodes:
+        opening = verify_tokens(nodes.pd.tokenizer.encode, 2 * BLOCK - 4)
+        said, _ = await ask(nodes, opening, "local", b"chat")
+        turn = (*opening, *said, *opening[:20])
+        warm, record = await ask_events(nodes, turn, "local", b"chat")
+        assert record.tokens_reused == 2 * BLOCK  # within the answer
+        there, record = await ask_events(nodes, turn, "remote", b"other")
+        assert (record.route, record.tokens_reused) == ("remote", 0)
+        assert warm == there

@@ -7,7 +7,6 @@ from pathlib import Path
 from prfaas.cache.lookups import LookupCounts
 from prfaas.cache.store import StoreStats
 from prfaas.cache.store_types import RecordCounts, RecordStats
-from prfaas.engine.submission import TurnCounts
 from prfaas.scheduler.fleet import Member
 from prfaas.scheduler.heartbeat import Heartbeat
 from prfaas.scheduler.view import PeerView
@@ -77,7 +76,6 @@ def exercised() -> Metrics:
             peers_usable={"peer": True},
             peers_by_http={"peer": False},
             lookups=LookupCounts(),
-            turns=TurnCounts(),
             store=STORE,
             prefill_tokens_per_s=1.0,
             decode_step_s=0.1,

@@ -52,10 +52,8 @@ class CausalConv:
         earlier_WC = part.state[0][stop - part.rows.start :]
         return torch.cat([earlier_WC, rows_TC[part.rows.start : stop]])
 
-    def scan(
-        self, rows_TC: Tensor, state_WC: Tensor, stops: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the output [T, C], contiguous, and the state after each of `stops` rows."""
+    def scan(self, rows_TC: Tensor, state_WC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output [T, C], contiguous, and the state after the rows."""
         out_TC = rows_TC.new_empty(rows_TC.shape)
         size = self._block_rows
         first_TC = torch.cat([state_WC, rows_TC[:size]])
@@ -64,7 +62,10 @@ class CausalConv:
             seen_TC = rows_TC[start - self._num_kept : start + size] if start else first_TC
             windows = [seen_TC[i : i + len(block_TC)] for i in range(self._num_kept + 1)]
             self._weigh(windows, block_TC)
-        return out_TC, [self._state_after(n, rows_TC, first_TC) for n in stops]
+        if len(rows_TC) < self._num_kept:
+            return out_TC, first_TC[len(rows_TC) :].clone()
+        last_WC = rows_TC[len(rows_TC) - self._num_kept :]
+        return out_TC, last_WC.clone(memory_format=torch.contiguous_format)
 
     def step(self, rows_SC: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Return the output [S, C] of one row of each of S sequences, and their states after it."""
@@ -81,10 +82,3 @@ class CausalConv:
             out_TC.add_(self._bias_C)
         if self._has_silu:
             out_TC.div_(torch.neg(out_TC).exp_().add_(1.0))  # see silu in mlp.py
-
-    def _state_after(self, num_rows: int, rows_TC: Tensor, first_TC: Tensor) -> Tensor:
-        if num_rows < self._num_kept:
-            return first_TC[num_rows : num_rows + self._num_kept].clone()
-        return rows_TC[num_rows - self._num_kept : num_rows].clone(
-            memory_format=torch.contiguous_format
-        )

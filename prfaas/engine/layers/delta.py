@@ -19,7 +19,8 @@ from torch import Tensor
 
 from prfaas.engine.layers.conv import CausalConv
 from prfaas.engine.layers.delta_scores import channel_scores, head_scores, inverse_unit_lower
-from prfaas.engine.states import CHUNK_TOKENS, State
+from prfaas.engine.recurrence import CHUNK_TOKENS
+from prfaas.engine.states import State
 
 SLAB_TOKENS = 2 * CHUNK_TOKENS
 """Tokens whose chunks are prepared at once: what is made of them stays in cache."""
@@ -74,25 +75,18 @@ class DeltaRecurrence:
         scales[:num_key_heads] = key_dim**-0.5
         self._qk_scales = scales
 
-    def scan(
-        self, rows_TR: Tensor, state: State, stops: Sequence[int]
-    ) -> tuple[Tensor, list[State]]:
-        """Return [T, X] by the chunked form, and the state after each of `stops` rows."""
+    def scan(self, rows_TR: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return [T, X] by the chunked form, and the state after the rows."""
         out_TX = rows_TR.new_empty(len(rows_TR), self.out_dim)
-        states: list[State] = []
+        conv_rows_WC, state_HKV = state
         for start in range(0, len(rows_TR), SLAB_TOKENS):
             slab_TR = rows_TR[start : start + SLAB_TOKENS]
-            inside = [at - start for at in stops if start < at <= start + len(slab_TR)]
             u_TC, beta_TH, g_TG = torch.split(slab_TR, self._widths, dim=1)
-            qkv_TC, kept = self._conv.scan(u_TC, state[0], [*inside, len(slab_TR)])
+            qkv_TC, conv_rows_WC = self._conv.scan(u_TC, conv_rows_WC)
             rows = self._rows(qkv_TC, beta_TH, g_TG)
             out_THV = out_TX[start : start + len(slab_TR)].view(-1, *self._v_shape)
-            folded = fold_chunks(rows, state[1], out_THV)
-            # Of a padded chunk, the state after its last row is that at its end.
-            after = [folded[(at - 1) // CHUNK_TOKENS] for at in inside]
-            states += zip(kept[:-1], after, strict=True)
-            state = (kept[-1], folded[-1])
-        return out_TX, states
+            state_HKV = fold_chunks(rows, state_HKV, out_THV)
+        return out_TX, (conv_rows_WC, state_HKV)
 
     def step(self, rows_SR: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
         """Return [S, X]: one row of each of S sequences, and their states."""
@@ -140,8 +134,8 @@ def fold_in_order(rows: DeltaRows, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outs_HV), state_HKV
 
 
-def fold_chunks(rows: DeltaRows, state_HKV: Tensor, out_THV: Tensor) -> list[Tensor]:
-    """Write the outputs to `out_THV`; return the state after each chunk, the last one padded.
+def fold_chunks(rows: DeltaRows, state_HKV: Tensor, out_THV: Tensor) -> Tensor:
+    """Write the outputs to `out_THV`; return the state after them.
 
     Within a chunk that starts from S0, with G_i the decay from its start through token i and A the
     decayed products beta_i k_i . k_j below the diagonal, all its d come at once from
@@ -158,7 +152,6 @@ def fold_chunks(rows: DeltaRows, state_HKV: Tensor, out_THV: Tensor) -> list[Ten
     later_k_NHCK = torch.empty_like(both_NHDK[:, :, CHUNK_TOKENS:])
     later_k_NHKC = _times_heads(k_NhCK, scores.to_end, later_k_NHCK).transpose(2, 3)
     decay_NHG1 = scores.from_start[:, :, -1, :, None]
-    states: list[Tensor] = []
     for chunk, v_HCV in enumerate(v_NHCV):
         out_CHV = out_THV[chunk * CHUNK_TOKENS : (chunk + 1) * CHUNK_TOKENS]
         seen_HDV = torch.bmm(both_NHDK[chunk], state_HKV)
@@ -168,8 +161,7 @@ def fold_chunks(rows: DeltaRows, state_HKV: Tensor, out_THV: Tensor) -> list[Ten
         out_HCV += seen_HDV[:, CHUNK_TOKENS:]
         out_CHV.copy_(out_HCV.transpose(0, 1)[: len(out_CHV)])
         state_HKV = (state_HKV * decay_NHG1[chunk]).baddbmm_(later_k_NHKC[chunk], d_HCV)
-        states.append(state_HKV)
-    return states
+    return state_HKV
 
 
 def _chunks(x_THK: Tensor) -> Tensor:

@@ -19,13 +19,11 @@ from prfaas.engine.linear import Linear
 from prfaas.engine.mixer_spec import LightningSpec
 from prfaas.engine.native.gates import gate_rows
 from prfaas.engine.native.recurrence import Inputs, walk
-from prfaas.engine.recurrence import Part, begin, run
+from prfaas.engine.recurrence import CHUNK_TOKENS, Part, begin, run
 from prfaas.engine.rope import RopeTable, rotate
-from prfaas.engine.states import CHUNK_TOKENS, State
+from prfaas.engine.states import State
 
 CPU = torch.device("cpu")
-STEP_ROWS = 8
-"""Rows of a step's product q^T S: a matrix product of fewer takes other kernels on some machines."""
 
 
 def slopes(spec: LightningSpec) -> Tensor:
@@ -69,15 +67,12 @@ class LightningCore:
         # A decay near 1 rounds in float32 by as much as it decays, at each step the same way.
         self._loss_H11 = torch.expm1(-slope_H).float()[:, None, None]
 
-    def scan(
-        self, rows_TR: Tensor, state: State, stops: Sequence[int]
-    ) -> tuple[Tensor, list[State]]:
-        """Return the outputs [T, HK] and the state after each of `stops` rows, in chunks."""
+    def scan(self, rows_TR: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return the outputs [T, HK] and the state after the rows, in chunks."""
         (state_HKV,) = state
         rows_TR = rows_TR.contiguous()
         num_rows = len(rows_TR)
         out_TX = rows_TR.new_empty(num_rows, self.out_dim)
-        states: list[State] = []
         for start in range(0, num_rows, CHUNK_TOKENS):
             stop = min(start + CHUNK_TOKENS, num_rows)
             chunk_CR = rows_TR[start:stop]
@@ -86,25 +81,20 @@ class LightningCore:
                 chunk_CR = torch.cat([chunk_CR, padding])
             q_HCK, k_HCK, v_HCK = self._heads(chunk_CR)
             out_TX[start:stop] = self._outputs(q_HCK, k_HCK, v_HCK, state_HKV)[: stop - start]
-            if stop < num_rows or stop in stops:
-                state_HKV = self._end_state(k_HCK, v_HCK, state_HKV, stop - start)
-            if stop in stops:
-                states.append((state_HKV,))
-        return out_TX, states
+            state_HKV = self._end_state(k_HCK, v_HCK, state_HKV, stop - start)
+        return out_TX, (state_HKV,)
 
     def step(self, rows_SR: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
         """Return the outputs [S, HK] and the next states of one row of each sequence."""
         q_HSK, k_HSK, v_HSK = self._heads(rows_SR.contiguous())
-        q_SHRK = rows_SR.new_zeros(len(states), self._num_heads, STEP_ROWS, self._head_dim)
-        q_SHRK[:, :, 0] = q_HSK.transpose(0, 1)
-        out_SHRK = torch.empty_like(q_SHRK)
+        outs: list[Tensor] = []
         after: list[State] = []
         for index, (state_HKV,) in enumerate(states):
             next_HKV = torch.addcmul(state_HKV, state_HKV, self._loss_H11)
             next_HKV.addcmul_(k_HSK[:, index, :, None], v_HSK[:, index, None, :])
-            torch.bmm(q_SHRK[index], next_HKV, out=out_SHRK[index])
+            outs.append(torch.bmm(q_HSK[:, index, None], next_HKV).flatten())
             after.append((next_HKV,))
-        return (out_SHRK[:, :, 0] * self._scale).view(len(states), -1), after
+        return torch.stack(outs).mul_(self._scale), after
 
     def _heads(self, rows_TR: Tensor) -> Tensor:
         """Return views q, k, v [3, H, T, K] of the rows."""
@@ -112,7 +102,7 @@ class LightningCore:
         return by_head.permute(1, 2, 0, 3)
 
     def _outputs(self, q_HCK: Tensor, k_HCK: Tensor, v_HCK: Tensor, state_HKV: Tensor) -> Tensor:
-        """Return the chunk's outputs [C, HK]; a row's bits are the same whatever follows it."""
+        """Return the chunk's outputs [C, HK]; rows of zeros may follow."""
         scores_HCC = torch.bmm(q_HCK, k_HCK.transpose(1, 2)).mul_(self._mask_HCC)
         out_HCK = torch.bmm(q_HCK, state_HKV).mul_(self._query_decay_HC1)
         out_HCK.baddbmm_(scores_HCC, v_HCK)

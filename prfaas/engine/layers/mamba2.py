@@ -22,8 +22,8 @@ from prfaas.engine.linear import Linear
 from prfaas.engine.mixer_spec import Mamba2Spec
 from prfaas.engine.native.gates import gate_rows, step_sizes
 from prfaas.engine.native.recurrence import Inputs, walk
-from prfaas.engine.recurrence import Part, begin, run
-from prfaas.engine.states import CHUNK_TOKENS, State
+from prfaas.engine.recurrence import CHUNK_TOKENS, Part, begin, run
+from prfaas.engine.states import State
 
 
 def recur(
@@ -61,26 +61,20 @@ class Mamba2Core:
         self.row_dim = spec.conv_channels + spec.num_heads
         self.out_dim = spec.inner_dim
 
-    def scan(
-        self, rows_TR: Tensor, state: State, stops: Sequence[int]
-    ) -> tuple[Tensor, list[State]]:
-        """Return the outputs [T, I] and the state after each of `stops` rows, in chunks."""
+    def scan(self, rows_TR: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return the outputs [T, I] and the state after the rows, in chunks."""
         conv_rows_WC, state_HNP = state
         state_HPN = state_HNP.transpose(1, 2).contiguous()
         widths, num_rows = [self._spec.conv_channels, self._spec.num_heads], len(rows_TR)
         out_TX = rows_TR.new_empty(num_rows, self.out_dim)
-        states: list[State] = []
         for start in range(0, num_rows, CHUNK_TOKENS):
             stop = min(start + CHUNK_TOKENS, num_rows)
             u_CC, dt_CH = torch.split(rows_TR[start:stop], widths, dim=1)
-            xbc_CC, [conv_rows_WC] = self._conv.scan(u_CC, conv_rows_WC, [stop - start])
+            xbc_CC, conv_rows_WC = self._conv.scan(u_CC, conv_rows_WC)
             chunk = _Chunk(self._spec, _padded(silu(xbc_CC)), _padded(dt_CH), self._A_H)
             chunk.write_outputs(state_HPN, self._D_H1, out_TX[start:stop])
-            if stop < num_rows or stop in stops:
-                state_HPN = chunk.end_state(state_HPN)
-            if stop in stops:
-                states.append((conv_rows_WC, state_HPN.transpose(1, 2).contiguous()))
-        return out_TX, states
+            state_HPN = chunk.end_state(state_HPN)
+        return out_TX, (conv_rows_WC, state_HPN.transpose(1, 2).contiguous())
 
     def step(self, rows_SR: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
         """Return the outputs [S, I] and the next states of one row of each sequence."""
@@ -154,7 +148,7 @@ class Mamba2Walk:
 
 
 class _Chunk:
-    """CHUNK_TOKENS rows after the convolution; a row's bits are the same whatever follows it.
+    """CHUNK_TOKENS rows after the convolution.
 
     Rows of zeros, dt too, leave the state as it is.
     """

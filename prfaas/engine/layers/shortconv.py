@@ -26,12 +26,10 @@ class ShortConvCore:
         self.conv = CausalConv(conv_weight_WC, conv_bias_C)
         self.row_dim = self.out_dim = spec.channels
 
-    def scan(
-        self, rows_TR: Tensor, state: State, stops: Sequence[int]
-    ) -> tuple[Tensor, list[State]]:
-        """Return the outputs [T, C] and the state after each of `stops` rows."""
-        out_TC, states = self.conv.scan(rows_TR, state[0], stops)
-        return out_TC, [(rows,) for rows in states]
+    def scan(self, rows_TR: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return the outputs [T, C] and the state after the rows."""
+        out_TC, rows_WC = self.conv.scan(rows_TR, state[0])
+        return out_TC, (rows_WC,)
 
     def step(self, rows_SR: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
         """Return the outputs [S, C] and the next states of one row of each sequence."""

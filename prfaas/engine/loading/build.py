@@ -14,7 +14,6 @@ from prfaas.engine.loading.parts import Parts
 from prfaas.engine.mixer_spec import GqaSpec, MlaSpec
 from prfaas.engine.model import Block, Embedding, Model, Residual
 from prfaas.engine.model_spec import ModelSpec, ResidualSpec
-from prfaas.engine.options import Numerics
 
 GREEDY_HEAD_WEIGHTS = 1 << 24
 """A smaller head is little of a step, and needs no second copy in 8 bits."""
@@ -26,7 +25,6 @@ def build_model(
     packing: Packing,
     *,
     model_fingerprint: str,
-    numerics: Numerics = "grid",
     device: torch.device = CPU,
 ) -> Model:
     """Return the model on `device`, its tensors packed, each taken from `weights` once.
@@ -61,7 +59,6 @@ def build_model(
         greedy_head=greedy_head,
         packing=packing,
         model_fingerprint=model_fingerprint,
-        numerics=numerics,
         device=device,
     )
 

@@ -16,7 +16,7 @@ from prfaas.engine.linear import Linear, Packing, pack
 from prfaas.engine.mixer_spec import MixerSpec
 from prfaas.engine.recurrence import Recurrence
 from prfaas.engine.sequence_kv import SequenceKv
-from prfaas.engine.states import CHUNK_TOKENS, State
+from prfaas.engine.states import State
 
 PACKING: Packing = "fma-f32"
 
@@ -61,52 +61,44 @@ def steps(core: Recurrence, rows_TR: Tensor, state: State) -> tuple[Tensor, Stat
 
 def scan(core: Recurrence, rows_TR: Tensor, state: State) -> tuple[Tensor, State]:
     """Return the outputs and the last state by the chunked form."""
-    out, [state] = core.scan(rows_TR, state, [len(rows_TR)])
-    return out, state
+    return core.scan(rows_TR, state)
 
 
 def new_kv(spec: MixerSpec) -> SequenceKv:
-    return SequenceKv([spec], capacity_tokens=1024, block_tokens=CHUNK_TOKENS)
+    return SequenceKv([spec], capacity_tokens=1024, block_tokens=64)
 
 
 def mix(
     mixer: Mixer,
-    parts: Sequence[tuple[SequenceKv, Tensor, int | None]],
+    parts: Sequence[tuple[SequenceKv, Tensor]],
     wanted: Sequence[int] = (),
 ) -> list[Tensor]:
-    """Return the output rows of (kv, input rows, end of the prompt), in one forward."""
-    segments = [
-        Segment(kv=kv, tokens=[0] * len(x_TD), num_logits=0, prompt_end=end)
-        for kv, x_TD, end in parts
-    ]
-    for kv, _, _ in parts:
+    """Return the output rows of (kv, input rows), in one forward."""
+    segments = [Segment(kv=kv, tokens=[0] * len(x_TD), num_logits=0) for kv, x_TD in parts]
+    for kv, _ in parts:
         kv.begin_forward(wanted)
     batch = Batch(segments)
     written: list[bool] = []
-    out_TD = mixer(
-        torch.cat([x_TD for _, x_TD, _ in parts]), batch, 0, lambda: written.append(True)
-    )
+    out_TD = mixer(torch.cat([x_TD for _, x_TD in parts]), batch, 0, lambda: written.append(True))
     assert written == [True]
-    for kv, x_TD, _ in parts:
+    for kv, x_TD in parts:
         kv.num_tokens += len(x_TD)
     return [out_TD[rows] for rows, _ in batch.parts]
 
 
-def mixed(
-    mixer: Mixer, kv: SequenceKv, x_TD: Tensor, at: Sequence[int], prompt_end: int | None = None
-) -> Iterator[Tensor]:
+def mixed(mixer: Mixer, kv: SequenceKv, x_TD: Tensor, at: Sequence[int]) -> Iterator[Tensor]:
     """Yield the output rows of one sequence, cut at `at`."""
     for start, stop in pairwise(at):
-        [rows] = mix(mixer, [(kv, x_TD[start:stop], prompt_end)])
+        [rows] = mix(mixer, [(kv, x_TD[start:stop])])
         yield rows
 
 
 def check_mixer_cuts(mixer: Mixer, spec: MixerSpec, x_TD: Tensor, at: Sequence[int]) -> None:
     """Forwards cut anywhere give the bits of one: rows, states at the cuts, and those at the end."""
     whole, pieces = new_kv(spec), new_kv(spec)
-    [expected] = mix(mixer, [(whole, x_TD, None)], wanted=at[1:])
+    [expected] = mix(mixer, [(whole, x_TD)], wanted=at[1:])
     for start, stop in pairwise(at):
-        [rows] = mix(mixer, [(pieces, x_TD[start:stop], None)])
+        [rows] = mix(mixer, [(pieces, x_TD[start:stop])])
         assert torch.equal(rows, expected[start:stop])
         assert same_bits(pieces.state_of(0).at(stop), whole.state_of(0).at(stop))
 
@@ -119,7 +111,7 @@ def check_mixer_threads(mixer: Mixer, spec: MixerSpec, x_TD: Tensor) -> None:
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
             kv = new_kv(spec)
-            [rows] = mix(mixer, [(kv, x_TD, None)])
+            [rows] = mix(mixer, [(kv, x_TD)])
             results.append((rows, *kv.state_of(0).at(len(x_TD))))
     finally:
         torch.set_num_threads(before)
@@ -131,12 +123,11 @@ def check_mixer_neighbours(mixer: Mixer, spec: MixerSpec, x_TD: Tensor) -> None:
     """A prompt and a decode step beside each other have the bits of each alone."""
     half = len(x_TD) // 2
     alone, beside, stepping, stepping_beside = (new_kv(spec) for _ in range(4))
-    [rows] = mix(mixer, [(alone, x_TD[:half], None)])
+    [rows] = mix(mixer, [(alone, x_TD[:half])])
     for kv in (stepping, stepping_beside):
-        mix(mixer, [(kv, x_TD[half:-1], None)])
-    step = (x_TD[-1:], len(x_TD) - 1 - half)
-    [step_rows] = mix(mixer, [(stepping, *step)])
-    first, second = mix(mixer, [(stepping_beside, *step), (beside, x_TD[:half], None)])
+        mix(mixer, [(kv, x_TD[half:-1])])
+    [step_rows] = mix(mixer, [(stepping, x_TD[-1:])])
+    first, second = mix(mixer, [(stepping_beside, x_TD[-1:]), (beside, x_TD[:half])])
     assert torch.equal(first, step_rows)
     assert torch.equal(second, rows)
     assert same_bits(beside.state_of(0).at(half), alone.state_of(0).at(half))

@@ -27,7 +27,7 @@ def test_it_is_a_depthwise_convolution_over_the_past(
     weight, rows = torch.randn(width, CHANNELS), torch.randn(20, CHANNELS)
     before = torch.randn(width - 1, CHANNELS)
     bias = torch.randn(CHANNELS) if has_bias else None
-    out, _ = CausalConv(weight, bias, has_silu=has_silu).scan(rows, before, [])
+    out, _ = CausalConv(weight, bias, has_silu=has_silu).scan(rows, before)
     kernel = weight.T.unsqueeze(1)
     expected = torch.conv1d(torch.cat([before, rows]).T[None], kernel, bias, groups=CHANNELS)
     if has_silu:
@@ -40,11 +40,11 @@ def test_it_is_a_depthwise_convolution_over_the_past(
 def test_any_cut_gives_the_bits_of_the_whole(at: list[int]) -> None:
     conv = CausalConv(torch.randn(4, CHANNELS), torch.randn(CHANNELS), has_silu=True)
     rows, state = torch.randn(at[-1], CHANNELS), torch.zeros(3, CHANNELS)
-    whole, states = conv.scan(rows, state, at[1:])
-    for (start, stop), expected in zip(pairwise(at), states, strict=True):
-        piece, [state] = conv.scan(rows[start:stop], state, [stop - start])
+    whole, end = conv.scan(rows, state)
+    for start, stop in pairwise(at):
+        piece, state = conv.scan(rows[start:stop], state)
         assert torch.equal(piece, whole[start:stop])
-        assert torch.equal(state, expected)
+    assert torch.equal(state, end)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -55,7 +55,7 @@ def test_a_step_of_many_sequences_has_the_bits_of_a_scan_of_each(num_sequences: 
     states = [torch.randn(3, CHANNELS) for _ in range(num_sequences)]
     together, after = conv.step(rows, states)
     for index, state in enumerate(states):
-        alone, [expected] = conv.scan(rows[index : index + 1], state, [1])
+        alone, expected = conv.scan(rows[index : index + 1], state)
         assert torch.equal(together[index], alone[0])
         assert torch.equal(after[index], expected)
 
@@ -63,14 +63,14 @@ def test_a_step_of_many_sequences_has_the_bits_of_a_scan_of_each(num_sequences: 
 def test_the_state_is_the_last_rows_as_they_went_in() -> None:
     conv = CausalConv(torch.randn(4, CHANNELS))
     rows = torch.randn(10, CHANNELS)
-    _, states = conv.scan(rows, torch.zeros(3, CHANNELS), [2, 10])
-    assert torch.equal(states[0], torch.cat([torch.zeros(1, CHANNELS), rows[:2]]))
-    assert torch.equal(states[1], rows[7:])
+    zeros = torch.zeros(3, CHANNELS)
+    assert torch.equal(conv.scan(rows[:2], zeros)[1], torch.cat([zeros[:1], rows[:2]]))
+    assert torch.equal(conv.scan(rows, zeros)[1], rows[7:])
 
 
 def test_a_state_does_not_keep_the_rows_before_it_in_memory() -> None:
     conv = CausalConv(torch.randn(4, CHANNELS))
-    _, [state] = conv.scan(torch.randn(100, CHANNELS), torch.zeros(3, CHANNELS), [100])
+    _, state = conv.scan(torch.randn(100, CHANNELS), torch.zeros(3, CHANNELS))
     _, [stepped] = conv.step(torch.randn(1, CHANNELS), [state])
     for tensor in (state, stepped):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes

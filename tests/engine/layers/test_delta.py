@@ -11,7 +11,8 @@ from prfaas.engine.layers import delta
 from prfaas.engine.layers.conv import CausalConv
 from prfaas.engine.layers.delta import DeltaRecurrence, DeltaRows, fold_in_order
 from prfaas.engine.layers.delta_scores import channel_scores, head_scores, inverse_unit_lower
-from prfaas.engine.states import CHUNK_TOKENS, State
+from prfaas.engine.recurrence import CHUNK_TOKENS
+from prfaas.engine.states import State
 from tests.engine.layers.mixing import (
     relative_error,
     same_bits,
@@ -67,7 +68,7 @@ def in_float64(rows: DeltaRows) -> DeltaRows:
 
 def fold_chunks(rows: DeltaRows, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
     out_THV = torch.full_like(rows.v, torch.nan)
-    return out_THV, delta.fold_chunks(rows, state_HKV, out_THV)[-1]
+    return out_THV, delta.fold_chunks(rows, state_HKV, out_THV)
 
 
 def written_out(rows: DeltaRows, state_HKV: Tensor) -> tuple[Tensor, Tensor]:

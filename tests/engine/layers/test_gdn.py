@@ -85,7 +85,7 @@ def test_it_equals_qwen3_5_of_transformers() -> None:
     )
     x_TD = inputs(150)
     at = [0, 128, 140, 141, 150]
-    rows = torch.cat(list(mixing.mixed(mixer, mixing.new_kv(SPEC), x_TD, at, 140)))
+    rows = torch.cat(list(mixing.mixed(mixer, mixing.new_kv(SPEC), x_TD, at)))
     assert mixing.relative_error(rows, theirs(x_TD[None])[0]) < 3e-6
 
 
@@ -121,5 +121,5 @@ def test_betas_are_doubled_as_in_olmo_of_transformers() -> None:
     )
     x_TD = inputs(150)
     at = [0, 128, 140, 141, 150]
-    rows = torch.cat(list(mixing.mixed(mixer, mixing.new_kv(spec), x_TD, at, 140)))
+    rows = torch.cat(list(mixing.mixed(mixer, mixing.new_kv(spec), x_TD, at)))
     assert mixing.relative_error(rows, theirs(x_TD[None])[0]) < 3e-6

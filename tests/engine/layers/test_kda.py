@@ -68,7 +68,7 @@ def test_neighbours_in_a_batch_keep_the_bits(spec: KdaSpec) -> None:
 def check_against(theirs: Any, mixer: KdaMixer) -> None:
     x_TD = inputs(150)
     at = [0, 128, 140, 141, 150]
-    rows = torch.cat(list(mixing.mixed(mixer, mixing.new_kv(mixer.spec), x_TD, at, 140)))
+    rows = torch.cat(list(mixing.mixed(mixer, mixing.new_kv(mixer.spec), x_TD, at)))
     assert mixing.relative_error(rows, theirs(x_TD[None])[0]) < 3e-6
 
 

@@ -153,7 +153,7 @@ def ring_reference(spec: LightningSpec, mixer: LightningMixer, x_TD: Tensor) -> 
 def test_ring_norms_rotates_and_gates_as_its_formulas_say() -> None:
     mixer = new_mixer(RING)
     x_TD = torch.randn(90, MODEL_DIM, generator=torch.Generator().manual_seed(2))
-    [out] = mixing.mix(mixer, [(mixing.new_kv(RING), x_TD, None)])
+    [out] = mixing.mix(mixer, [(mixing.new_kv(RING), x_TD)])
     torch.testing.assert_close(out, ring_reference(RING, mixer, x_TD), rtol=1e-5, atol=1e-5)
 
 
@@ -187,5 +187,5 @@ def test_minimax_equals_transformers() -> None:
     with torch.no_grad():
         expected = theirs(x_TD[None], (x_TD, x_TD), None)[0][0]
     kv = mixing.new_kv(spec)
-    rows = torch.cat(list(mixing.mixed(mixer, kv, x_TD, [0, 128, 148, 149, 150], 148)))
+    rows = torch.cat(list(mixing.mixed(mixer, kv, x_TD, [0, 128, 148, 149, 150])))
     assert mixing.relative_error(rows, expected) < 3e-6

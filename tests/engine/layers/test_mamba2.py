@@ -202,7 +202,7 @@ def test_dt_is_held_in_its_limits() -> None:
         # Held at 0.5, dt is as if nothing but its bias were projected: log(1 + exp(bias)) = 0.5.
         mixer = new_mixer(spec, dt_limit=limit, dt_bias=math.log(math.exp(0.5) - 1))
         mixer.in_proj = scaled_tail(mixer.in_proj, spec.num_heads, weight)
-        [out] = mixing.mix(mixer, [(mixing.new_kv(spec), x_TD, None)])
+        [out] = mixing.mix(mixer, [(mixing.new_kv(spec), x_TD)])
         outs.append(out)
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
 
@@ -323,5 +323,5 @@ def test_layers_equal_transformers(family: str) -> None:
         expected = theirs.eval()(x_TD[None])[0]
     mixer = ours_of(theirs, spec)
     kv = mixing.new_kv(spec)
-    rows = torch.cat(list(mixing.mixed(mixer, kv, x_TD, [0, 128, 148, 149, 150], 148)))
+    rows = torch.cat(list(mixing.mixed(mixer, kv, x_TD, [0, 128, 148, 149, 150])))
     assert mixing.relative_error(rows, expected) < 3e-6

@@ -160,8 +160,8 @@ def test_steps_beside_chunks_have_the_bits_of_a_prefill(name: str) -> None:
     starts = (149, 0, 259)
     for kv, x, start in zip(kvs, inputs, starts, strict=True):
         if start:
-            mixing.mix(mixer, [(kv, x[:start], None)])
-    parts = [(kv, x[start:], None) for kv, x, start in zip(kvs, inputs, starts, strict=True)]
+            mixing.mix(mixer, [(kv, x[:start])])
+    parts = [(kv, x[start:]) for kv, x, start in zip(kvs, inputs, starts, strict=True)]
     for out, full, start in zip(mixing.mix(mixer, parts), expected, starts, strict=True):
         assert torch.equal(out, full[start:])
 
@@ -185,7 +185,7 @@ def test_an_imported_sequence_goes_on_with_the_same_bits() -> None:
         source.export_block(0, start // 64, stop - start, page)
         target.import_block(0, start // 64, stop - start, page)
     target.set_num_tokens(130)
-    [out] = mixing.mix(mixer, [(target, x[130:], None)])
+    [out] = mixing.mix(mixer, [(target, x[130:])])
     assert torch.equal(torch.cat([before, out]), whole(mixer, x))
 
 

@@ -178,5 +178,5 @@ def test_the_layer_equals_transformers() -> None:
         out = layer(x_TD[None], attention_mask=mask, position_embeddings=turns)
         normed_TD = layer.input_layernorm(x_TD)
     expected = (out[0] if isinstance(out, tuple) else out).view_as(x_TD) - x_TD
-    rows = mixing.mixed(new_mixer(weights), mixing.new_kv(SPEC), normed_TD, [0, 128, 149, 150], 149)
+    rows = mixing.mixed(new_mixer(weights), mixing.new_kv(SPEC), normed_TD, [0, 128, 149, 150])
     torch.testing.assert_close(torch.cat(list(rows)), expected, rtol=1e-5, atol=5e-6)

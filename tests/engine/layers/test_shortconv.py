@@ -62,7 +62,7 @@ def test_an_output_is_the_weighted_sum_of_the_last_rows(spec: ShortConvSpec, num
         [(weight_WC * seen[t : t + spec.conv_width]).sum(0) for t in range(num_rows)]
     )
     expected = expected if bias_C is None else expected + bias_C
-    out, [end] = mixing.scan(new_core(spec), rows, state)
+    out, (end,) = mixing.scan(new_core(spec), rows, state)
     assert mixing.relative_error(out, expected) < 1e-6
     assert torch.equal(end, seen[num_rows:].float())
 
@@ -121,5 +121,5 @@ def test_lfm2_equals_transformers(has_bias: bool) -> None:
     x_TD = torch.randn(70, SPEC.channels)
     with torch.no_grad():
         expected = theirs(x_TD[None])[0]
-    rows = torch.cat(list(mixing.mixed(mixer, mixing.new_kv(spec), x_TD, [0, 50, 69, 70], 69)))
+    rows = torch.cat(list(mixing.mixed(mixer, mixing.new_kv(spec), x_TD, [0, 50, 69, 70])))
     assert mixing.relative_error(rows, expected) < 3e-6
