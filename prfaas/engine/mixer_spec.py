@@ -217,8 +217,6 @@ class Mamba2Spec(_FixedState):
     num_groups: int
     """Groups of heads that share B and C."""
     conv_width: int
-    chunk_tokens: int
-    """The checkpoint's chunk: cuts at its multiples keep the bits."""
     has_conv_bias: bool = True
     has_in_bias: bool = False
     has_out_bias: bool = False

@@ -20,9 +20,7 @@ from prfaas.engine.mixer_spec import (
 )
 
 GQA = GqaSpec(num_heads=8, num_kv_heads=2, head_dim=192, value_head_dim=128, scale=1.0, rope=None)
-MAMBA = Mamba2Spec(
-    num_heads=24, head_dim=64, state_dim=128, num_groups=2, conv_width=4, chunk_tokens=256
-)
+MAMBA = Mamba2Spec(num_heads=24, head_dim=64, state_dim=128, num_groups=2, conv_width=4)
 LAYERS: dict[str, tuple[MixerSpec, int, int, int]] = {
     # a layer; values a token adds; numbers of its float32 state; numbers of its convolution's rows
     "gqa": (GQA, 2 * (192 + 128), 0, 0),

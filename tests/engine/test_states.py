@@ -24,7 +24,7 @@ SPECS: list[MixerSpec] = [
     SPEC,
     GdnSpec(num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=3, conv_width=3),
     LightningSpec(num_heads=2, head_dim=5, scale=1.0, slope_scale=1.0),
-    Mamba2Spec(num_heads=2, head_dim=3, state_dim=5, num_groups=1, conv_width=4, chunk_tokens=64),
+    Mamba2Spec(num_heads=2, head_dim=3, state_dim=5, num_groups=1, conv_width=4),
     ShortConvSpec(channels=7, conv_width=3),
 ]
 

@@ -26,7 +26,7 @@ FACTS: dict[tuple[str, str], dict[str, Any]] = {
     ("ling3", "mla"): {"has_output_gate": True, "value_dim": 16},
     ("ling3-query-rank", "mla"): {"query_rank": 24},
     ("minimax", "lightning"): {"scale": 1.0, "rope": None, "has_silu": True, "norm_groups": 1},
-    ("granite", "mamba2"): {"gated_norm": "gate_first", "chunk_tokens": 32, "num_groups": 1},
+    ("granite", "mamba2"): {"gated_norm": "gate_first", "num_groups": 1},
     ("granite", "gqa"): {"rope": None, "scale": 1.0},
     ("falcon_h1-normed", "gqa+mamba2"): {"key_scale": 1.0, "mamba_scales": (1.0,) * 5},
     ("nemotron_h", "gqa"): {"rope": None, "scale": 0.25},

@@ -22,9 +22,7 @@ from prfaas.engine.mixer_spec import Mamba2Spec
 from prfaas.engine.states import State
 from tests.engine.layers import mixing
 
-SPEC = Mamba2Spec(
-    num_heads=6, head_dim=16, state_dim=24, num_groups=2, conv_width=4, chunk_tokens=64
-)
+SPEC = Mamba2Spec(num_heads=6, head_dim=16, state_dim=24, num_groups=2, conv_width=4)
 ONE_GROUP = replace(SPEC, num_groups=1, gated_norm="norm_first")
 ODD = replace(
     SPEC, num_heads=3, head_dim=5, state_dim=7, num_groups=3, gated_norm=None, has_conv_bias=False

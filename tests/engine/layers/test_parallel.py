@@ -33,7 +33,6 @@ SPEC = ParallelSpec(
         state_dim=24,
         num_groups=2,
         conv_width=4,
-        chunk_tokens=64,
         gated_norm=None,
     ),
     attention_in_scale=1.3,
