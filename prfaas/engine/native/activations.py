@@ -15,7 +15,8 @@ from torch import Tensor
 
 from prfaas.engine.native.code import Code, Value
 from prfaas.engine.native.exp import exp
-from prfaas.engine.native.kernel import Argument, Kernel, Task, vector_lanes
+from prfaas.engine.native.kernel import Argument, Kernel, Task
+from prfaas.engine.native.machine import vector_lanes
 
 Name = Literal["silu", "gelu_tanh", "relu2", "clamped_silu", "sigmoid"]
 

@@ -1,40 +1,34 @@
 """Kernels: functions in machine code, compiled for this machine when first called.
 
-A call shares its units of work among torch's own OpenMP threads, so that no second pool competes
-with them. Which thread takes which unit is left to chance and must not matter to the result.
+A call shares its units of work among the threads of `pool`. Which thread takes which unit is left to
+chance and must not matter to the result.
 """
 
 import ctypes
-import mmap
-import os
-import platform
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from threading import Lock
 from typing import Any, Literal
 
 import torch
-from llvmlite import binding as llvm
 from llvmlite import ir
 from torch import Tensor
 
+from prfaas.engine.native import pool
 from prfaas.engine.native.code import (
     BF16,
     F16,
     F32,
     F64,
     I8,
-    I32,
     I64,
     POINTER,
     Code,
     Pointer,
     Value,
 )
-from prfaas.errors import ConfigError
-from prfaas.log import get_logger
+from prfaas.engine.native.machine import machine_code
 
 Argument = Literal["int", "float", "int8*", "bfloat16*", "float16*", "float32*", "int64*"]
 ELEMENTS: dict[str, ir.Type] = {
@@ -44,10 +38,6 @@ ELEMENTS: dict[str, ir.Type] = {
     "float32*": F32,
     "int64*": I64,
 }
-OPTIMIZATION_LEVEL = 2
-"""At 3, or with loops unrolled, compiling takes twice as long and kernels are no faster."""
-X86_FEATURES = ("avx2", "fma", "f16c")
-"""Without them LLVM calls functions that no library has, and ends the process when it finds none."""
 _compiling = Lock()
 
 
@@ -75,8 +65,7 @@ class Task:
             else:
                 address = code.builder.load(place, typ=POINTER)
                 self._values[name] = Pointer(code, address, ELEMENTS[kind])
-        number = code.external("omp_get_thread_num", ir.FunctionType(I32, []))
-        self.worker = Value(code, code.builder.sext(code.builder.call(number, []), I64))
+        self.worker = Value(code, function.args[1])
 
     def number(self, name: str) -> Value:
         """Return an argument that is an int or a float."""
@@ -162,134 +151,53 @@ class Kernel:
 
         Args:
             values: of the arguments.
-            threads: 1 for work that is done before others have woken up. OpenMP keeps a team of the
-                size it had last: another size than 1 and torch's own costs new threads at every change.
+            threads: at most so many; 1 for work that is done before others have woken up.
 
         Raises:
             ConfigError: at the first call: this machine cannot run kernels.
         """
         run = self._run or self.compile()
-        run(self._pack(*values), threads or torch.get_num_threads())
+        if threads is None:
+            threads = torch.get_num_threads()
+        if threads > pool.size():
+            pool.grow(threads)
+        run(self._pack(*values), threads)
 
     def compile(self) -> Callable[[bytes, int], None]:
         """Make the machine code, once; raises as the first call does."""
         with _compiling:
             if self._run is None:
-                self._engine = _machine_code(self.llvm_ir())
+                pool.begin()
+                self._engine = machine_code(self.llvm_ir())
                 address = self._engine.get_function_address(self.name)
-                self._run = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int)(address)
+                self._run = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64)(address)
             return self._run
 
     def llvm_ir(self) -> str:
         """Return the kernel's source for LLVM."""
         module = ir.Module(self.name)
-        kind = ir.FunctionType(ir.VoidType(), [POINTER])
-        worker = ir.Function(module, kind, f"{self.name}_worker")
+        worker = ir.Function(module, pool.WORKER, f"{self.name}_worker")
         task = Task(worker, self._arguments)
         self._body(task)
         task.code.builder.ret_void()
-        entry = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, I32]), self.name)
+        entry = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, I64]), self.name)
         code = Code(entry)
         values, threads = entry.args
         frame = code.stack(2, I64)
         frame.store(code.whole(0))
         code.builder.store(values, (frame + 1).ir)
-        if _openmp() is None:
-            code.builder.call(worker, [frame.ir])
-        else:
-            kind = ir.FunctionType(ir.VoidType(), [POINTER, POINTER, I32, I32])
-            parallel = code.external("GOMP_parallel", kind)
-            is_alone = code.builder.icmp_signed("==", threads, I32(1))
+        if pool.has_threads():
+            is_alone = code.builder.icmp_signed("<=", threads, I64(1))
             with code.builder.if_else(is_alone) as (alone, together):
-                with alone:  # OpenMP takes 2 us to begin with a team of one
-                    code.builder.call(worker, [frame.ir])
+                with alone:
+                    code.builder.call(worker, [frame.ir, I64(0)])
                 with together:
-                    code.builder.call(parallel, [worker, frame.ir, threads, I32(0)])
+                    run = code.external(pool.RUN_NAME, pool.RUN)
+                    code.builder.call(run, [code.builder.ptrtoint(worker, I64), frame.ir, threads])
+        else:
+            code.builder.call(worker, [frame.ir, I64(0)])
         code.builder.ret_void()
         return str(module)
-
-
-@cache
-def _openmp() -> ctypes.CDLL | None:
-    """Return the OpenMP library that torch has loaded, if it can be called as GNU's is."""
-    loaded = ctypes.CDLL(None)
-    if hasattr(loaded, "GOMP_parallel") and hasattr(loaded, "omp_get_thread_num"):
-        return loaded
-    get_logger().warning("kernels.single_threaded")
-    return None
-
-
-def _not_parallel() -> int:
-    return 0
-
-
-_thread_zero = ctypes.CFUNCTYPE(ctypes.c_int)(_not_parallel)
-
-
-@cache
-def _prepare() -> None:
-    """Have LLVM know this machine and the functions that kernels call.
-
-    Raises:
-        ConfigError: LLVM would end the process here.
-    """
-    features = llvm.get_host_cpu_features()
-    if platform.machine() == "x86_64" and not all(features.get(name) for name in X86_FEATURES):
-        names = ", ".join(X86_FEATURES)
-        raise ConfigError(f"this CPU ({llvm.get_host_cpu_name()}) lacks one of {names}")
-    _require_executable_memory()
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    openmp = _openmp()
-    number = _thread_zero if openmp is None else openmp.omp_get_thread_num
-    llvm.add_symbol("omp_get_thread_num", ctypes.cast(number, ctypes.c_void_p).value)
-    if openmp is not None:
-        parallel = ctypes.cast(openmp.GOMP_parallel, ctypes.c_void_p).value
-        llvm.add_symbol("GOMP_parallel", parallel)
-
-
-def _require_executable_memory() -> None:
-    """Do what LLVM does with every kernel: write a page, then make it executable."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    with mmap.mmap(-1, mmap.PAGESIZE) as page:
-        start = ctypes.c_char.from_buffer(page)
-        protection = mmap.PROT_READ | mmap.PROT_EXEC
-        failed = libc.mprotect(ctypes.addressof(start), mmap.PAGESIZE, protection)
-        del start  # or the page cannot be closed
-    if failed:
-        raise ConfigError(
-            "this process may not make memory executable, which kernels compiled at start need "
-            f"({os.strerror(ctypes.get_errno())}); look for MemoryDenyWriteExecute= of systemd, "
-            "SELinux's execmem or a seccomp filter"
-        )
-
-
-def _machine_code(source: str) -> Any:
-    """Return an engine that holds the compiled module."""
-    _prepare()
-    # The engine takes the target machine with it when it goes, so each has its own.
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten(),
-        opt=OPTIMIZATION_LEVEL,
-    )
-    module = llvm.parse_assembly(source)
-    module.verify()
-    options = llvm.create_pipeline_tuning_options(speed_level=OPTIMIZATION_LEVEL)
-    options.loop_vectorization = options.slp_vectorization = False  # kernels name their vectors
-    options.loop_unrolling = False
-    passes = llvm.create_pass_builder(machine, options)
-    passes.getModulePassManager().run(module, passes)
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    return engine
-
-
-@cache
-def vector_lanes() -> int:
-    """Return how many float32s this machine's vectors hold; for loops whose bits it does not decide."""
-    return 16 if llvm.get_host_cpu_features().get("avx512f", False) else 8
 
 
 def address(tensor: Tensor | None) -> int:

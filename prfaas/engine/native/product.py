@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from prfaas.engine.native.code import ELEMENT_BYTES, Code, Pointer, Value, Variable
-from prfaas.engine.native.kernel import Argument, Kernel, Task, address, vector_lanes
+from prfaas.engine.native.kernel import Argument, Kernel, Task, address
+from prfaas.engine.native.machine import vector_lanes
 
 PANEL_OUTPUTS = 16
 SQUARE = 8

@@ -11,7 +11,7 @@ import torch
 from llvmlite import binding as llvm
 from torch import Tensor
 
-from prfaas.engine.native import kernel as kernel_module
+from prfaas.engine.native import machine
 from prfaas.engine.native.kernel import Kernel, Task, address
 from prfaas.errors import ConfigError
 
@@ -44,12 +44,6 @@ def test_every_unit_is_done_once_by_one_of_the_threads(threads: int) -> None:
     assert 0 <= int(workers.min()) <= int(workers.max()) < threads
 
 
-def test_without_openmp_one_thread_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_module, "_openmp", lambda: None)
-    counts, _ = count(counting(), threads=3)
-    assert bool((counts == 1.5).all())
-
-
 def test_a_kernel_of_no_units_does_nothing() -> None:
     kernel, nothing = counting(), torch.zeros(1)
     kernel(address(nothing), 0, 0, 1.0)
@@ -73,7 +67,7 @@ def test_a_kernel_that_is_let_go_leaves_the_others_in_place() -> None:
 
 
 def test_a_cpu_without_the_instructions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_module, "_prepare", kernel_module._prepare.__wrapped__)
+    monkeypatch.setattr(machine, "_prepare", machine._prepare.__wrapped__)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     features = {"avx2": True, "f16c": True}
     monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: features)
