@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from prfaas.engine.batch import Batch, Segment
 from prfaas.engine.config import model_from_hf
-from prfaas.engine.linear import Packing
+from prfaas.engine.linear import ExactPacking, Packing
 from prfaas.engine.loading.build import build_model
 from prfaas.engine.options import EngineOptions
 from prfaas.engine.sequence_kv import SequenceKv
@@ -293,7 +293,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=5, help="half of it on long prompts")
     parser.add_argument("--threads", type=int, help="torch threads of both (default: torch's)")
     parser.add_argument("--chunk-tokens", type=int, default=EngineOptions().chunk_tokens)
-    parser.add_argument("--packing", choices=get_args(Packing), default="fma-f32")
+    parser.add_argument("--packing", choices=get_args(ExactPacking), default="fma-f32")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     return parser.parse_args(argv)
 
