@@ -1,11 +1,13 @@
 """One forward's rows: the tokens of several sequences, one after another."""
 
+from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from prfaas.engine.kv import CPU, copied
+from prfaas.engine.kv import CPU
+from prfaas.engine.native.store import store_rows
 from prfaas.engine.rope import RopeTable
 from prfaas.engine.segment import Segment
 
@@ -41,11 +43,21 @@ class Batch:
 
     def write_kv(self, layer: int, *rows_THK: Tensor) -> None:
         """Put the rows of K and V, or of the latent, into the working copies of their sequences."""
-        dtype = self.parts[0][1].kv.kv_of(layer).dtype
-        sources = [copied(part_THK.to(dtype)) for part_THK in rows_THK]
-        for rows, segment in self.parts:
-            kv = segment.kv
-            kv.kv_of(layer).write(kv.num_tokens, *(source[rows] for source in sources))
+        kvs = [segment.kv.kv_of(layer) for _, segment in self.parts]
+        if kvs[0].span.place is None:
+            dtype = kvs[0].dtype
+            sources = [part_THK.to(dtype) for part_THK in rows_THK]
+            for kv, (rows, segment) in zip(kvs, self.parts, strict=True):
+                kv.write(segment.kv.num_tokens, *(source[rows] for source in sources))
+            return
+        targets, most_tokens = array("q"), 1
+        for kv, (rows, segment) in zip(kvs, self.parts, strict=True):
+            num_tokens = rows.stop - rows.start
+            most_tokens = max(most_tokens, num_tokens)
+            targets.extend(kv.open(segment.kv.num_tokens, num_tokens))
+            targets.extend((rows.start, num_tokens))
+        strides = kvs[0].strides
+        store_rows(*rows_THK, targets=targets, most_tokens=most_tokens, strides=strides)
 
     def rope(self, table: RopeTable) -> Tensor:
         """Return the table's turn of every row, gathered once a forward."""

@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prfaas.engine.attention import KEY_BLOCK, KeySpan
+from prfaas.engine.attention import KeySpan
 from prfaas.engine.mixer_spec import GqaSpec, MixerSpec, MlaSpec, ParallelSpec
+from prfaas.engine.native.attention_unit import KEY_BLOCK
 
 AttentionSpec = GqaSpec | MlaSpec
 Array = NDArray[np.float32]
@@ -34,8 +35,6 @@ class Copied(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, key: Any, /) -> Any: ...
     def __setitem__(self, key: Any, value: Any, /) -> None: ...
-    def swapaxes(self, first: int, second: int, /) -> Any:
-        """Return a view of two dimensions in each other's place."""
 
 
 def attention_of(spec: MixerSpec) -> AttentionSpec | None:
@@ -105,16 +104,40 @@ class LayerKv:
         """All that is held, for attention; void once the layer is written again."""
         return self._span
 
-    def write(self, start: int, *rows_THK: Copied) -> None:
+    def write(self, start: int, *rows_THK: Tensor) -> None:
         """Put positions start, start + 1, ...: K and V, or the latent; what follows them is void.
 
-        The rows are of the buffers' dtype and on their device, as `copied` returns them.
+        The rows are of the buffers' dtype and on their device.
         """
         num_tokens = len(rows_THK[0])
-        room = self._room(start, num_tokens)
-        for room_HTK, row_THK in zip(room, rows_THK, strict=True):
-            room_HTK[:] = row_THK.swapaxes(0, 1)
+        self._make_finite(start, num_tokens)
+        first = start - self.base_tokens
+        for buffer_HCK, row_THK in zip(self.buffers, rows_THK, strict=True):
+            buffer_HCK[:, first : first + num_tokens] = row_THK.transpose(0, 1)
         self._end_tokens = start + num_tokens
+
+    def open(self, start: int, num_tokens: int) -> tuple[int, int, int, int]:
+        """Be written from position `start` on by who asks, at once; for float32 on a CPU.
+
+        Returns:
+            Addresses of the position's key and value, and the strides between heads, in elements.
+        """
+        self._make_finite(start, num_tokens)
+        self._end_tokens = start + num_tokens
+        place = self._span.place
+        assert place is not None
+        keys, values, key_head, value_head = place.numbers
+        *_, key_stride, value_stride = place.shape
+        key, value = keys + start * key_stride * 4, values + start * value_stride * 4
+        return key, value, key_head, value_head
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Elements from a token's key to the next one's, and of values."""
+        place = self._span.place
+        assert place is not None
+        *_, key_stride, value_stride = place.shape
+        return key_stride, value_stride
 
     def write_to(self, start: int, num_tokens: int, out: memoryview) -> None:
         """Write positions start, ... to `out` as a page holds them: K, then V, each [H, T, K].
@@ -141,8 +164,10 @@ class LayerKv:
         """
         page = self._page(num_tokens, data)
         self._begin_at(start)
-        for room_HTK, page_HTK in zip(self._room(start, num_tokens), page, strict=True):
-            room_HTK[:] = page_HTK
+        self._make_finite(start, num_tokens)
+        first = start - self.base_tokens
+        for array_HCK, page_HTK in zip(self._arrays, page, strict=True):
+            array_HCK[:, first : first + num_tokens] = page_HTK
         self._end_tokens = max(self._end_tokens, start + num_tokens)
 
     def gather(self, start: int, tokens_per_page: int, pages_PN: Tensor, numbers_B: Tensor) -> None:
@@ -161,7 +186,7 @@ class LayerKv:
         """
         end = start + len(numbers_B) * tokens_per_page
         self._begin_at(start)
-        self._room(start, end - start)
+        self._make_finite(start, end - start)
         first = 0
         for buffer_HCK in self.buffers:
             size = tokens_per_page * buffer_HCK.shape[2]
@@ -244,8 +269,8 @@ class LayerKv:
         first = num_tokens - (self.spec.window_tokens - 1) - self._margin_tokens
         return max(0, first) // KEY_BLOCK * KEY_BLOCK
 
-    def _room(self, start: int, num_tokens: int) -> list[Copied]:
-        """Return room in each buffer, [H, num_tokens, K], to be filled at once."""
+    def _make_finite(self, start: int, num_tokens: int) -> None:
+        """Have room for positions that are written at once, and zeros to the end of their block."""
         end, block_end = start + num_tokens, _ceil(start + num_tokens)
         if block_end - self.base_tokens > self.capacity_tokens:
             self._make_room(start, block_end)
@@ -255,7 +280,6 @@ class LayerKv:
                 array_HCK[:, max(0, self._finite_tokens - base) : start - base] = 0.0
                 array_HCK[:, end - base : block_end - base] = 0.0
             self._finite_tokens = block_end
-        return [array_HCK[:, start - base : end - base] for array_HCK in self._arrays]
 
     def _make_room(self, start: int, end: int) -> None:
         """Drop what no query from `start` on sees; grow a window's buffers for a long forward."""

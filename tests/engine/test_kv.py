@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.cache.spec import needed_blocks
-from prfaas.engine.attention import KEY_BLOCK
 from prfaas.engine.config import model_from_hf
 from prfaas.engine.kv import Array, AttentionSpec, LayerKv
 from prfaas.engine.kv_groups import kv_groups
 from prfaas.engine.mixer_spec import GqaSpec, MlaSpec
+from prfaas.engine.native.attention_unit import KEY_BLOCK
 from prfaas.engine.rope_spec import RopeSpec
 from prfaas.engine.sequence_kv import SequenceKv, capacity_bytes
 from tests.tiny_models import tiny_config
@@ -51,9 +51,13 @@ def attention_layers(kv: SequenceKv) -> list[LayerKv]:
     return [kv.kv_of(layer) for layer in range(len(kv.layers))]
 
 
+def put(layer: LayerKv, start: int, *rows: Array) -> None:
+    layer.write(start, *map(torch.from_numpy, rows))
+
+
 def write(kv: SequenceKv, stop: int) -> None:
     for layer in attention_layers(kv):
-        layer.write(kv.num_tokens, values(kv.num_tokens, stop), -values(kv.num_tokens, stop))
+        put(layer, kv.num_tokens, values(kv.num_tokens, stop), -values(kv.num_tokens, stop))
     kv.num_tokens = stop
 
 
@@ -168,7 +172,7 @@ def test_a_fork_goes_its_own_way() -> None:
     write(other, 60)
     assert kv.num_tokens == 40
     for layer in attention_layers(kv):
-        layer.write(40, values(0, 1), values(0, 1))
+        put(layer, 40, values(0, 1), values(0, 1))
     for layer_index in (FULL, WINDOW):
         assert export(other, layer_index, 2, BLOCK_TOKENS) == expected_page(2, BLOCK_TOKENS)
         assert export(other, layer_index, 1, BLOCK_TOKENS) == expected_page(1, BLOCK_TOKENS)
@@ -178,7 +182,7 @@ def test_room_that_is_reserved_later_changes_nothing() -> None:
     kv, roomy = new_kv(capacity_tokens=64), filled(60, 900)
     write(kv, 60)
     with pytest.raises(ValueError, match="in a sequence of 128"):
-        kv.kv_of(FULL).write(60, values(60, 900), values(60, 900))
+        put(kv.kv_of(FULL), 60, values(60, 900), values(60, 900))
     kv.reserve(1000)
     kv.reserve(10)
     assert kv.capacity_tokens == 1000
@@ -245,7 +249,7 @@ def test_pages_of_any_widths_hold_keys_then_values(
     num_tokens, rows = 400, random_rows(spec, 400)
     source, target = (LayerKv(spec, num_tokens, BLOCK_TOKENS) for _ in range(2))
     for start, stop in pairwise([0, *sorted(cuts), num_tokens]):
-        source.write(start, *(part[start:stop] for part in rows))
+        put(source, start, *(part[start:stop] for part in rows))
     first = (num_tokens - spec.kept_tokens(num_tokens)) // BLOCK_TOKENS
     blocks = range(first, num_tokens // BLOCK_TOKENS)
     for block in data.draw(st.permutations(list(blocks))):
