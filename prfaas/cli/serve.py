@@ -36,10 +36,13 @@ def serve(config_path: Path | None, *, print_config: bool, **flags: object) -> N
 
 
 def limit_threads(threads: int | None) -> None:
-    """Let every OpenMP and MKL pool of this process have `threads` threads.
+    """Let every OpenMP and MKL pool of this process have `threads` threads, and none of them spin.
 
+    The engine's own kernels have threads of their own, and what torch still computes beside them is
+    small: its threads would hold cores for a while after each operator.
     Works until torch is imported; torch.set_num_threads would reach the calling thread's pool only.
     """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
 

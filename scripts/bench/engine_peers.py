@@ -61,7 +61,9 @@ def python_of(peer: str, peers_dir: Path) -> str:
 
 
 def ours_command(setup: Setup) -> list[str]:
-    command = [sys.executable, str(HERE / "engine_ours.py"), "--model", str(resolve(setup.model))]
+    """Return what runs our own engine, whose environment is a node's."""
+    command = ["env", "OMP_WAIT_POLICY=PASSIVE", sys.executable, str(HERE / "engine_ours.py")]
+    command += ["--model", str(resolve(setup.model))]
     command += ["--dtype", setup.dtype, "--chunk-tokens", str(setup.chunk_tokens)]
     return [*command, "--threads", str(setup.num_threads)]
 

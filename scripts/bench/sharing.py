@@ -49,30 +49,20 @@ class Pair:
 
     works: tuple[str, str]
     threads_each: int
-    waits: str
-    """How idle threads wait: OMP_WAIT_POLICY, or torch's default."""
     shares: tuple[float, float]
 
 
 class Two:
     """Two engines with equal threads; each has a sequence to decode."""
 
-    def __init__(
-        self, undo: ExitStack, setup: Setup, wait_policy: str | None, args: argparse.Namespace
-    ) -> None:
+    def __init__(self, undo: ExitStack, setup: Setup, args: argparse.Namespace) -> None:
         work = Path(undo.enter_context(tempfile.TemporaryDirectory()))
-        environment = {} if wait_policy is None else {"OMP_WAIT_POLICY": wait_policy}
-        self.num_threads, self.waits = setup.num_threads, wait_policy or "default"
+        self.num_threads = setup.num_threads
         self._prompt = [TOKEN] * args.prompt_tokens
         self.engines = []
         for number in range(2):
-            engine = EngineProcess(
-                f"node {number}",
-                ours_command(setup),
-                work / f"{number}.log",
-                setup.num_threads,
-                environment,
-            )
+            log = work / f"{number}.log"
+            engine = EngineProcess(f"node {number}", ours_command(setup), log, setup.num_threads)
             undo.callback(engine.close)
             self.engines.append(engine)
 
@@ -100,10 +90,9 @@ def pairs(setup: Setup, args: argparse.Namespace) -> Iterator[Pair]:
     """Measure all pairs at all threads, after what one alone with all cores takes, in every round."""
     cores = setup.num_threads
     with ExitStack() as undo:
-        ways = [Two(undo, setup, None, args)]
+        ways = [Two(undo, setup, args)]
         if cores > 1:
-            ways.append(Two(undo, replace(setup, num_threads=cores // 2), None, args))
-            ways.append(Two(undo, setup, "PASSIVE", args))
+            ways.append(Two(undo, replace(setup, num_threads=cores // 2), args))
         first = ways[0]
         for two in ways:
             two.begin(0)
@@ -124,7 +113,6 @@ def pairs(setup: Setup, args: argparse.Namespace) -> Iterator[Pair]:
         yield Pair(
             works=PAIRS[number],
             threads_each=ways[index].num_threads,
-            waits=ways[index].waits,
             shares=(one, other),
         )
 
@@ -143,11 +131,10 @@ def recommended(
 ) -> dict[str, Any]:
     """Return what the figures say, of those parts that were measured."""
     found: dict[str, Any] = {}
-    ours = [pair for pair in both if pair.waits == "default"]
-    if ours:
+    if both:
         sums = {
-            threads: statistics.fmean(sum(p.shares) for p in ours if p.threads_each == threads)
-            for threads in {pair.threads_each for pair in ours}
+            threads: statistics.fmean(sum(p.shares) for p in both if p.threads_each == threads)
+            for threads in {pair.threads_each for pair in both}
         }
         found["threads_of_each_of_two_nodes"] = max(sums, key=lambda threads: sums[threads])
     if sizes:
@@ -165,8 +152,8 @@ def line(row: Pair | Chunking | Lag) -> str:
         case Pair():
             one, other = row.shares
             return (
-                f"{row.works[0]} beside {row.works[1]}, {row.threads_each} threads each,"
-                f" {row.waits} waiting: {one:.2f} + {other:.2f} = {one + other:.2f} of one alone"
+                f"{row.works[0]} beside {row.works[1]}, {row.threads_each} threads each:"
+                f" {one:.2f} + {other:.2f} = {one + other:.2f} of one alone"
             )
         case Chunking():
             return (

@@ -88,7 +88,10 @@ def test_every_setting_that_is_no_secret_has_a_flag_and_help():
 def test_threads_reach_the_thread_pools_of_the_process(threads, expected, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("MKL_NUM_THREADS", "7")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
     limit_threads(threads)
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == expected
 
 

@@ -14,9 +14,8 @@ from scripts.bench.sharing_node import Chunking, Lag
 from tests.tiny_models import write_tiny_model
 
 
-def pair(threads: int, share: float, waits: str = "default") -> Pair:
-    works = ("prefill", "decode")
-    return Pair(works=works, threads_each=threads, waits=waits, shares=(share, share))
+def pair(threads: int, share: float) -> Pair:
+    return Pair(works=("prefill", "decode"), threads_each=threads, shares=(share, share))
 
 
 def size(chunk_tokens: int, tokens_per_s: float) -> Chunking:
@@ -35,7 +34,7 @@ def size(chunk_tokens: int, tokens_per_s: float) -> Chunking:
 
 
 def test_two_nodes_get_the_threads_at_which_less_is_lost():
-    figures = [pair(2, 0.3), pair(1, 0.5), pair(2, 0.9, waits="PASSIVE")]
+    figures = [pair(2, 0.3), pair(1, 0.5)]
     assert recommended(figures, [], []) == {"threads_of_each_of_two_nodes": 1}
 
 
@@ -59,7 +58,7 @@ def test_the_loop_is_judged_at_all_threads():
 class Busy:
     """An engine that takes a second a call for each of its threads; half as long if it is alone."""
 
-    def __init__(self, name, command, log, num_threads, environment):
+    def __init__(self, name, command, log, num_threads):
         self._num_threads = num_threads
         self._taken = 0.0
 
@@ -84,12 +83,8 @@ def test_shares_are_of_the_speed_of_one_alone_with_all_threads(monkeypatch):
         model="", dtype="", chunk_tokens=64, num_threads=2, max_tokens=0, peers_dir=Path()
     )
     found = list(sharing.pairs(setup, args))
-    assert [(pair.threads_each, pair.waits) for pair in found[::3]] == [
-        (2, "default"),
-        (1, "default"),
-        (2, "PASSIVE"),
-    ]
-    assert [pair.works for pair in found] == list(sharing.PAIRS) * 3
+    assert [pair.threads_each for pair in found[::3]] == [2, 1]
+    assert [pair.works for pair in found] == list(sharing.PAIRS) * 2
     assert {pair.shares for pair in found if pair.threads_each == 2} == {(0.5, 0.5)}
     assert {pair.shares for pair in found if pair.threads_each == 1} == {(1.0, 1.0)}
 
