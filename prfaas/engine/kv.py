@@ -2,8 +2,8 @@
 
 Full-attention layers keep every token. Window layers keep the last window and what a forward adds
 to it; older tokens are dropped when room is needed. Buffers lie on an absolute grid of KEY_BLOCK
-tokens, and every byte of a visible block is finite: a CPU's kernel reads only what is seen, but torch's
-own masks an unwritten key and still multiplies its value by zero.
+tokens, and every byte of a visible block is finite: a key that a query does not see still has its value
+multiplied by zero.
 
 Shapes: H KV heads, C capacity in tokens, T tokens, K a buffer's width.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 from prfaas.engine.attention import KeySpan
 from prfaas.engine.mixer_spec import GqaSpec, MixerSpec, MlaSpec, ParallelSpec
 from prfaas.engine.native.attention_unit import KEY_BLOCK
+from prfaas.errors import EngineError
 
 AttentionSpec = GqaSpec | MlaSpec
 Array = NDArray[np.float32]
@@ -142,8 +143,12 @@ class LayerKv:
     def write_to(self, start: int, num_tokens: int, out: memoryview) -> None:
         """Write positions start, ... to `out` as a page holds them: K, then V, each [H, T, K].
 
+        What is not finite is not written: a key that a query does not see has no weight, but a tile of
+        queries multiplies its value by zero, so one token could spoil those before it.
+
         Raises:
             ValueError: the tokens are not all here, or `out` has another size.
+            EngineError: K or V is not finite.
         """
         page = self._page(num_tokens, out)
         if not self.base_tokens <= start <= start + num_tokens <= self._end_tokens:
@@ -154,6 +159,8 @@ class LayerKv:
         first = start - self.base_tokens
         for page_HTK, array_HCK in zip(page, self._arrays, strict=True):
             page_HTK[:] = array_HCK[:, first : first + num_tokens]
+            if not _is_finite(page_HTK):
+                raise EngineError("the model's keys and values are not finite")
 
     def read_from(self, start: int, num_tokens: int, data: memoryview) -> None:
         """Read what write_to wrote; blocks of one window may come in any order.
@@ -297,6 +304,10 @@ class LayerKv:
             buffer_HCK[:, : held_end - base] = held_HCK if is_moved else held_HCK.clone()
         self._finite_tokens = held_end
         self._hold(buffers, base)
+
+
+def _is_finite(values: Any) -> bool:
+    return bool((np if isinstance(values, np.ndarray) else torch).isfinite(values).all())
 
 
 def copied(tensor: Tensor) -> Copied:

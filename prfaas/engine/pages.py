@@ -21,6 +21,7 @@ from prfaas.cache.spec import (
     snapshot_of_block,
 )
 from prfaas.engine.submission import PageSink
+from prfaas.errors import EngineError
 
 if TYPE_CHECKING:
     from prfaas.engine.sequence_kv import SequenceKv
@@ -102,9 +103,10 @@ def drop_private_pages(table: BlockTable, layout: CacheLayout) -> None:
 
 
 def save_pages(kv: "SequenceKv", table: BlockTable, layout: CacheLayout) -> bool:
-    """Put what it takes to go on at `kv.num_tokens` into pages; False if there were not enough.
+    """Put what it takes to go on at `kv.num_tokens` into pages; False if that cannot be done.
 
-    Whole blocks are committed, a cut one stays private.
+    There may not be enough of them, or it is not finite. Whole blocks are committed, a cut one stays
+    private.
     """
     block_tokens = layout.block_tokens
     for group, spec in enumerate(layout.groups):
@@ -124,7 +126,10 @@ def save_pages(kv: "SequenceKv", table: BlockTable, layout: CacheLayout) -> bool
                 num_tokens=in_block,
                 pages=pages,
             )
-            copy.write_all()
+            try:
+                copy.write_all()
+            except EngineError:
+                return False
             if in_block == block_tokens:
                 table.commit(group, block)
     return True

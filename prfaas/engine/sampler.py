@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from prfaas.engine.native.noise import GOLDEN, MIX_1, MIX_2, loud_ids
 from prfaas.errors import EngineError
 from prfaas.types import SamplingParams, TokenLogprobs
 
@@ -29,6 +28,10 @@ Ids = NDArray[np.int64]
 MIN_LOGPROB = -9999.0
 """Stands for the logprob of the impossible: JSON has no infinity."""
 
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+"""SplitMix64's."""
 _MASK = (1 << 64) - 1
 _NUM_SCORED_FIRST = 1024
 """Of the whole vocabulary; few of the others can then still win."""
@@ -183,6 +186,8 @@ class Sampler:
         """
         if logits_V.size <= 2 * _NUM_SCORED_FIRST:
             return np.arange(logits_V.size)
+        from prfaas.engine.native.noise import loud_ids  # imports torch, which a replay never needs
+
         edge = _edge(logits_V)
         first_N = np.flatnonzero(logits_V > edge)
         if not first_N.size:  # the sample saw the largest
@@ -257,7 +262,7 @@ class Sampler:
 
 def _edge(logits_V: Float32s) -> np.float32:
     """Return a logit that about _NUM_SCORED_FIRST of the vocabulary exceed, as a sample tells."""
-    sample = logits_V[:: logits_V.size // _NUM_SAMPLED]
+    sample = logits_V[:: max(1, logits_V.size // _NUM_SAMPLED)]
     rank = sample.size - 1 - sample.size * _NUM_SCORED_FIRST // logits_V.size
     return np.float32(np.partition(sample, rank)[rank])
 

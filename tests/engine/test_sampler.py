@@ -244,6 +244,18 @@ def test_the_shortcut_for_a_large_vocabulary_never_misses_the_winner(scale, temp
         assert token == scores.argmax()
 
 
+@pytest.mark.parametrize("vocab_size", [2048, 2049, 3000, 4095, 4096, 9001])
+@pytest.mark.parametrize("scale", [0.0, 3.0])
+def test_the_shortcut_serves_vocabularies_of_any_size(vocab_size, scale):
+    row = (np.random.default_rng(1).standard_normal(vocab_size) * scale).astype(np.float32)
+    sampler = Sampler(vocab_size)
+    for position in range(6):
+        noise = sampler.gumbel(noise_key(7, 0, position), np.arange(vocab_size))
+        scores = row.astype(np.float64) - float(row.max()) + noise
+        token = draw_id(row, params(temperature=1.0), position=position, sampler=sampler)
+        assert token == scores.argmax()
+
+
 @pytest.mark.slow
 def test_far_tokens_win_their_share():
     """Half the mass lies in a quarter million tokens that are 12 nats below the one on top."""

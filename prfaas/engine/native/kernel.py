@@ -159,7 +159,7 @@ class Kernel:
         run = self._run or self.compile()
         if threads is None:
             threads = torch.get_num_threads()
-        if threads > pool.size():
+        if threads > pool.asked_for():
             pool.grow(threads)
         run(self._pack(*values), threads)
 

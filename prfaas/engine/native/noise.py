@@ -8,10 +8,8 @@ from numpy.typing import NDArray
 
 from prfaas.engine.native.code import I64
 from prfaas.engine.native.kernel import Kernel, Task
+from prfaas.engine.sampler import GOLDEN, MIX_1, MIX_2
 
-GOLDEN = 0x9E3779B97F4A7C15
-MIX_1 = 0xBF58476D1CE4E5B9
-MIX_2 = 0x94D049BB133111EB
 LANES = 4
 UNIT_IDS = 1 << 14
 
@@ -41,7 +39,7 @@ def _body(task: Task) -> None:
     with task.units((num_ids + (UNIT_IDS - 1)) // UNIT_IDS) as unit:
         first = unit * UNIT_IDS
         end = first + UNIT_IDS
-        end = code.select(end < num_ids, end, num_ids)
+        end = code.smaller(end, num_ids)
         with code.loop(first, end, LANES) as start:
             # The last few of a vocabulary are looked at twice.
             index = code.select(start + LANES <= num_ids, start, num_ids - LANES)

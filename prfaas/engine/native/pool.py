@@ -30,6 +30,8 @@ RUN = ir.FunctionType(ir.VoidType(), [I64, POINTER, I64])
 RUN_NAME, SERVE_NAME = "prfaas_run", "prfaas_serve"
 SPINS = 4000
 """Some 100 us: about twice what Python takes from kernel to kernel."""
+MAX_WAITS = 1000
+"""Rounds for which a helper in the middle of a unit is waited for without giving way."""
 LINE_WORDS = 16
 """Words that threads write are that far apart: two cache lines."""
 STATE, SLEEPERS, OWNER, JOB = (LINE_WORDS * index for index in range(4))
@@ -41,8 +43,13 @@ MAX_SLEEPERS = 1 << 30
 PAUSES = {"x86_64": ("llvm.x86.sse2.pause", ()), "aarch64": ("llvm.aarch64.hint", (1,))}
 
 _words = (ctypes.c_int64 * (4 * LINE_WORDS))()
-_helpers: list[Thread] = []
 _growing = Lock()
+
+
+class _Helpers:
+    asked_for = 1
+    """Threads that some kernel has wanted, its caller among them; there may be fewer."""
+    started = 0
 
 
 def has_threads() -> bool:
@@ -53,23 +60,26 @@ def has_threads() -> bool:
 def grow(num_threads: int) -> None:
     """Have helpers enough for kernels of `num_threads`, if this machine can; they stay for good."""
     with _growing:
-        if not has_threads():
-            return
-        while len(_helpers) < num_threads - 1:
-            number = len(_helpers) + 1
+        _Helpers.asked_for = max(_Helpers.asked_for, num_threads)
+        while has_threads() and _Helpers.started < num_threads - 1:
+            number = _Helpers.started + 1
             helper = Thread(target=_serve(), args=(number,), name=f"kernel-{number}", daemon=True)
-            helper.start()
-            _helpers.append(helper)
+            try:
+                helper.start()
+            except RuntimeError as error:  # a limit of threads: those there are do all
+                get_logger().warning("kernels.too_few_threads", threads=number, error=str(error))
+                return
+            _Helpers.started = number
 
 
-def size() -> int:
-    """Return how many threads a kernel can have so far."""
-    return len(_helpers) + 1
+def asked_for() -> int:
+    """Return the most threads that `grow` has been asked for."""
+    return _Helpers.asked_for
 
 
 def forget_helpers() -> None:
     """Begin anew in a process that was forked, which has none of its parent's threads."""
-    _helpers.clear()
+    _Helpers.asked_for, _Helpers.started = 1, 0
     ctypes.memset(_words, 0, ctypes.sizeof(_words))
 
 
@@ -81,9 +91,11 @@ def _serve() -> Any:
 @cache
 def _addresses() -> dict[str, int]:
     os.register_at_fork(after_in_child=forget_helpers)
+    # Helpers read the words, and run the code, until the process is over.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_words))
     engine = machine_code(_source())
     found = {name: engine.get_function_address(name) for name in (RUN_NAME, SERVE_NAME)}
-    engine.detach()  # helpers run it until the process is over
+    engine.detach()
     return found
 
 
@@ -137,7 +149,7 @@ class _Writer:
         """Leave the core to its other thread for a moment."""
         name, values = PAUSES[platform.machine()]
         kind = ir.FunctionType(ir.VoidType(), [I32] * len(values))
-        self.builder.call(self._external(name, kind), [I32(value) for value in values])
+        self.call(name, kind, [I32(value) for value in values])
 
     def futex(self, operation: int, value: ir.Value) -> None:
         """Sleep while the state's low half is `value`, or wake `value` sleepers."""
@@ -145,11 +157,12 @@ class _Writer:
         number = I64(FUTEX_NUMBERS[platform.machine()])
         address = self.word(STATE)  # its first half: both machines are little-endian
         rest = [I64(operation), value, I64(0), I64(0), I64(0)]
-        self.builder.call(self._external("syscall", kind), [number, address, *rest])
+        self.call("syscall", kind, [number, address, *rest])
 
-    def _external(self, name: str, kind: ir.FunctionType) -> ir.Function:
+    def call(self, name: str, kind: ir.FunctionType, values: list[ir.Value]) -> None:
+        """Call a function of the C library or of the processor."""
         found = self.module.globals.get(name)
-        return ir.Function(self.module, kind, name) if found is None else found
+        self.builder.call(found or ir.Function(self.module, kind, name), values)
 
 
 class _Runner(_Writer):
@@ -184,10 +197,16 @@ class _Runner(_Writer):
     def _close(self) -> None:
         builder = self.builder
         builder.atomic_rmw("and", self.word(STATE), I64(~OPEN), "seq_cst")
+        spins = builder.alloca(I64)
+        builder.store(I64(0), spins)
         wait, done = (builder.append_basic_block(name) for name in ("wait", "done"))
         builder.branch(wait)
         builder.position_at_end(wait)
         self.pause()
+        count = builder.add(builder.load(spins, typ=I64), I64(1))
+        builder.store(count, spins)
+        with builder.if_then(builder.icmp_signed(">", count, I64(MAX_WAITS))):
+            self.call("sched_yield", ir.FunctionType(I32, []), [])  # it may need this very core
         builder.cbranch(self.has(self.load(STATE), NUM_ACTIVE), wait, done)
         builder.position_at_end(done)
         builder.atomic_rmw("xchg", self.word(OWNER), I64(0), "seq_cst")

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.engine.native.noise import GOLDEN, LANES, UNIT_IDS, loud_ids
-from prfaas.engine.sampler import mix64
+from prfaas.engine.native.noise import LANES, UNIT_IDS, loud_ids
+from prfaas.engine.sampler import GOLDEN, mix64
 
 WORD = 1 << 64
 

@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import structlog
 import torch
 from torch import Tensor
 
@@ -68,10 +70,25 @@ def test_helpers_that_sleep_are_woken() -> None:
 @pytest.mark.skipif(not pool.has_threads(), reason="kernels have one thread here")
 def test_helpers_are_made_once() -> None:
     added(4)
-    before = pool.size()
+    before = threading.active_count()
     added(4)
     added(2)
-    assert pool.size() == before >= 4
+    assert threading.active_count() == before >= 4
+
+
+@pytest.mark.skipif(not pool.has_threads(), reason="kernels have one thread here")
+def test_where_no_thread_can_be_started_those_there_are_do_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    more = pool.asked_for() + 1
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(2):
+            assert bool((added(more)[0] == 1.0).all())
+    assert [entry["event"] for entry in logs] == ["kernels.too_few_threads"]
 
 
 FORKED = """
@@ -81,7 +98,7 @@ from tests.engine.native.test_pool import added
 added(3)
 child = os.fork()
 if child == 0:
-    were_forgotten = pool.size() == 1
+    were_forgotten = pool.asked_for() == 1
     whole = bool((added(3, 50)[0] == 50).all())
     os._exit(0 if whole and were_forgotten else 1)
 _, status = os.waitpid(child, 0)
