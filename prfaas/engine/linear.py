@@ -61,7 +61,7 @@ def kv_dtype(packing: Packing) -> KvDtype:
 def pack(weight_NK: Tensor, packing: Packing, bias_N: Tensor | None = None) -> Linear:
     """Return the linear layer of `weight_NK` and a bias, which the caller may free afterwards.
 
-    That of an exact packing is a `PanelLinear`. Packing is shared among torch's threads.
+    That of an exact packing is a `PanelLinear`. Packing is shared among threads.
 
     Raises:
         ConfigError: a weight does not fit the packing's dtype.

@@ -81,4 +81,5 @@ class CausalConv:
         if self._bias_C is not None:
             out_TC.add_(self._bias_C)
         if self._has_silu:
-            out_TC.div_(torch.neg(out_TC).exp_().add_(1.0))  # see silu in mlp.py
+            # torch's own silu rounds the last elements of a tensor otherwise than the others.
+            out_TC.div_(torch.neg(out_TC).exp_().add_(1.0))

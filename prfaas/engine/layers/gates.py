@@ -1,8 +1,4 @@
-"""Smooth functions whose elements do not depend on the elements beside them.
-
-torch's own softplus rounds the last elements of a tensor in another way than the others, so a row's
-bits would depend on the rows beside it. exp and log1p, on contiguous memory, do not.
-"""
+"""Gates of mixers, experts and heads: on a CPU by our own kernels, else by torch's."""
 
 from torch import Tensor
 

@@ -37,9 +37,9 @@ def activated(name: Name, x: Tensor) -> Tensor:
     out = torch.empty(*x.shape)
     if x.numel():
         rows = x if x.dim() == 2 and x.stride(1) == 1 else _as_rows(x.contiguous())
-        place = _place(rows)
+        place = _rows(rows)
         num_rows, width = rows.shape
-        _run(_ALONE[name], place, place, _place(_as_rows(out)), num_rows, width, 1.0)
+        _run(_ALONE[name], place, place, _rows(_as_rows(out)), num_rows, width, 1.0)
     return out
 
 
@@ -61,25 +61,26 @@ def gated(name: Name, gate_up_TE: Tensor, gate_scale: float = 1.0) -> Tensor:
     width = num_both // 2
     assert num_both == 2 * width
     out_TF = torch.empty(num_rows, width)
-    at, stride = _place(gate_up_TE)
+    at, stride = _rows(gate_up_TE)
     up = (at + width * FLOAT_BYTES, stride)
-    _run(_GATED[name], (at, stride), up, _place(out_TF), num_rows, width, gate_scale)
+    _run(_GATED[name], (at, stride), up, _rows(out_TF), num_rows, width, gate_scale)
     return out_TF
 
 
 def multiply_by_gate(out_TF: Tensor, gate_TF: Tensor) -> None:
     """Multiply the rows by the gates' sigmoid, in place; float32, a row's elements side by side."""
     assert out_TF.shape == gate_TF.shape
-    out = _place(out_TF)
+    out = _rows(out_TF)
     num_rows, width = out_TF.shape
-    _run(_GATED["sigmoid"], _place(gate_TF), out, out, num_rows, width, 1.0)
+    _run(_GATED["sigmoid"], _rows(gate_TF), out, out, num_rows, width, 1.0)
 
 
-Place = tuple[int, int]
+Rows = tuple[int, int]
 """Where rows begin, and how many elements lie from one to the next."""
 
 
-def _place(rows_TF: Tensor) -> Place:
+def _rows(rows_TF: Tensor) -> Rows:
+    assert rows_TF.is_cpu
     assert rows_TF.dtype is torch.float32
     row_stride, stride = rows_TF.stride()
     assert stride == 1 or rows_TF.shape[1] <= 1
@@ -88,9 +89,9 @@ def _place(rows_TF: Tensor) -> Place:
 
 def _run(
     kernel: Kernel,
-    gate: Place,
-    up: Place,
-    out: Place,
+    gate: Rows,
+    up: Rows,
+    out: Rows,
     num_rows: int,
     width: int,
     gate_scale: float,
@@ -130,8 +131,7 @@ def _kernel(name: Name, *, is_gate: bool) -> Kernel:
         width, lanes = task.number("width"), vector_lanes()
         with task.units((num_rows + unit_rows - 1) // unit_rows) as unit:
             start = unit * unit_rows
-            stop = start + unit_rows
-            with code.loop(start, code.select(stop < num_rows, stop, num_rows)) as row:
+            with code.loop(start, code.smaller(start + unit_rows, num_rows)) as row:
                 gate = task.pointer("gate") + row * task.number("gate_row")
                 up = task.pointer("up") + row * task.number("up_row")
                 out = task.pointer("out") + row * task.number("out_row")

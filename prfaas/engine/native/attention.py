@@ -28,7 +28,6 @@ from prfaas.engine.native.attention_unit import (
     LOWEST,
     ROWS,
     Unit,
-    larger,
 )
 from prfaas.engine.native.code import Code, Value
 from prfaas.engine.native.exp import exp
@@ -49,7 +48,7 @@ def _write(task: Task) -> None:
         _clear(code, unit)
         with code.loop(unit.first_block, unit.end_block) as block:
             start = block * KEY_BLOCK
-            low = larger(code, unit.low, start)
+            low = code.larger(unit.low, start)
             high = code.smaller(unit.high, start + KEY_BLOCK)
             slot = unit.slot(block)
             with code.when(low < high):
@@ -82,7 +81,7 @@ def _take_queries(task: Task, unit: Unit) -> None:
         row = unit.row + code.select(is_row, index, unit.rows - 1)
         token, group = row // num_groups, row % num_groups
         position = unit.position + token
-        first = larger(code, position - task.number("window") + 1, code.whole(0))
+        first = code.larger(position - task.number("window") + 1, 0)
         (unit.first + index).store(code.to_float(first))
         (unit.last + index).store(code.to_float(code.select(is_row, position, -1)))
         source = q + (unit.first_token + token) * task.number("q_token")

@@ -5,7 +5,7 @@ heads of a KV head, K key dim, V value dim. Scratch holds rows in groups of ROWS
 rounded up to LANES.
 """
 
-from prfaas.engine.native.code import F32, Code, Pointer, Value
+from prfaas.engine.native.code import F32, Pointer, Value
 from prfaas.engine.native.kernel import Argument, Task
 
 KEY_BLOCK = 128
@@ -116,10 +116,10 @@ class Unit:
         self.rows = code.smaller(field["num_rows"] - self.row, tile_rows)
         self.groups = (self.rows + (ROWS - 1)) // ROWS
         self.position, self.first_token = field["position"], field["first_token"]
-        zero, before = code.whole(0), self.position - task.number("window") + 1
-        self.low = larger(code, before + self.row // num_groups, zero)
+        before = self.position - task.number("window") + 1
+        self.low = code.larger(before + self.row // num_groups, 0)
         self.high = self.position + (self.row + self.rows - 1) // num_groups + 1
-        block = larger(code, before, zero) // KEY_BLOCK
+        block = code.larger(before, 0) // KEY_BLOCK
         self._first_slot = field["first_slot"] + tile * splits - block
         self._worker = task.worker
         end = (self.high - 1) // KEY_BLOCK + 1
@@ -164,8 +164,3 @@ class Slot:
 
 def _vectors(dim: Value) -> Value:
     return (dim + (LANES - 1)) // LANES
-
-
-def larger(code: Code, a: Value, b: Value) -> Value:
-    """Return the larger of integers."""
-    return code.select(a < b, b, a)

@@ -301,6 +301,10 @@ class Code:
         """Return a where the condition holds, else b."""
         return Value(self, self.builder.select(condition.ir, a.ir, self.like(a, b).ir))
 
+    def larger(self, a: Value, b: "Value | int") -> Value:
+        """Return the larger of integers."""
+        return self.select(a > b, a, b)
+
     def smaller(self, a: Value, b: "Value | int") -> Value:
         """Return the smaller of integers."""
         return self.select(a < b, a, b)

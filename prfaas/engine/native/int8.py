@@ -262,7 +262,7 @@ def _write_strip(
 
 
 def _largest(code: Code, vector: Value) -> Value:
-    """Return the largest of lanes that are numbers."""
+    """Return the largest lane; none is a NaN."""
     lanes = vector.lanes
     while lanes > 1:
         lanes //= 2

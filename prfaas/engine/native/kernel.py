@@ -147,7 +147,7 @@ class Kernel:
         self._engine: Any = None
 
     def __call__(self, *values: float, threads: int | None = None) -> None:
-        """Run it on torch's threads; it returns when all is done, and lets go of the interpreter.
+        """Run it on as many threads as torch has; it returns when all is done, and lets go of the interpreter.
 
         Args:
             values: of the arguments.

@@ -38,9 +38,7 @@ def _body(task: Task) -> None:
     numbers = code.ints(range(1, LANES + 1), I64)
     with task.units((num_ids + (UNIT_IDS - 1)) // UNIT_IDS) as unit:
         first = unit * UNIT_IDS
-        end = first + UNIT_IDS
-        end = code.smaller(end, num_ids)
-        with code.loop(first, end, LANES) as start:
+        with code.loop(first, code.smaller(first + UNIT_IDS, num_ids), LANES) as start:
             # The last few of a vocabulary are looked at twice.
             index = code.select(start + LANES <= num_ids, start, num_ids - LANES)
             word = (code.splat(index, LANES) + numbers) * _signed(GOLDEN) + key

@@ -137,6 +137,7 @@ def rotate(x_THK: Tensor, turns_T1C: Tensor) -> Tensor:
 def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
     """Return tokens, their stride, heads, their stride and the width of x_TK or x_THK."""
     assert x.dtype is torch.float32
+    assert x.is_cpu
     if x.dim() == 2:
         tokens, width = x.shape
         heads = 1
@@ -188,8 +189,7 @@ def _kernel(*, is_normed: bool = False, is_turned: bool = False, is_added: bool 
         num_units = (num_rows + unit_rows - 1) // unit_rows
         with task.units(num_units) as unit:
             start = unit * unit_rows
-            stop = start + unit_rows
-            with code.loop(start, code.select(stop < num_rows, stop, num_rows)) as row:
+            with code.loop(start, code.smaller(start + unit_rows, num_rows)) as row:
                 token, head = row // num_heads, row % num_heads
                 x = (
                     task.pointer("x")

@@ -61,6 +61,7 @@ def store_rows(
     """
     num_rows, num_heads, key_dim = keys_THK.shape
     assert keys_THK.dtype is torch.float32
+    assert keys_THK.is_cpu
     assert keys_THK.stride(2) == 1
     values, value_dim = keys_THK, 0
     if values_THV is not None:
