@@ -49,5 +49,7 @@ def test_every_part_of_a_model_is_seen(tmp_path, capsys, monkeypatch):
     for found in (decode, prefill):
         whole = sum(part["ms"] for part in found["parts"])
         assert whole == pytest.approx(found["profiled_ms"], rel=0.01)
-        assert any("linear" in operator["name"] for operator in found["operators"])
+        operators = {operator["name"]: operator["calls"] for operator in found["operators"]}
+        assert operators["kernel: attention"] == 2
+        assert operators["kernel: product"] >= 8
     assert report["limit_ms"] > 0
