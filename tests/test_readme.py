@@ -54,7 +54,7 @@ SMOLLM2_135M = model_from_hf(
 
 def table_rows() -> list[tuple[str, ...]]:
     """Return the cells of the rows below the KVCache table's head."""
-    _, table = README.split("|---:|---:|---:|---:|\n")
+    _, table = README.split("\n|---:|---:|---:|---:|\n")
     rows = table.split("\n\n")[0].splitlines()
     return [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in rows]
 
