@@ -69,7 +69,7 @@ NODE_SETTINGS: tuple[Setting, ...] = (
     ),
     setting(
         "engine.threads",
-        "Torch threads. Default: all cores. Two nodes on one machine: cores / nodes.",
+        "Of the engine. Default: all cores. Two nodes on one machine: cores / nodes.",
         minimum=1,
         maximum=1024,
         roles=NODES,

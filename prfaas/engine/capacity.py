@@ -37,7 +37,7 @@ def max_context_tokens(model: "Model", batcher: Batcher, options: EngineOptions)
 
 
 def check_snapshot_tokens(snapshot_tokens: int, block_tokens: int) -> None:
-    """Raise ConfigError for snapshots off the block grid, whose blocks end on every mixer's chunks."""
+    """Raise ConfigError for snapshots off the grid of blocks."""
     if snapshot_tokens < 0 or snapshot_tokens % block_tokens:
         raise ConfigError(
             f"cache.snapshot_tokens = {snapshot_tokens} is not a multiple of the block: "

@@ -22,7 +22,7 @@ class EngineOptions:
     """Of packed weights. CPU: float16 (auto) or float32, with float32 KV. CUDA: bfloat16 (auto) with
     bfloat16 KV, or float32 with float32 KV, which is what a CPU node can take."""
     threads: int | None = None
-    """Torch threads; None is all cores. Two nodes on one machine: cores / nodes."""
+    """Of the engine's kernels and of torch; None is all cores. Two nodes on one machine: cores / nodes."""
     max_batch_sequences: int = 8
     chunk_tokens: int = 576
     """Prefill tokens of one step; a multiple of the block."""
