@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from prfaas.cache.prefix import PrefixCache
 from prfaas.engine.pages import drop_private_pages, save_end, save_pages
 from prfaas.engine.sequence import SequenceState
+from prfaas.log import get_logger
 
 if TYPE_CHECKING:
     from prfaas.engine.model import Model
@@ -65,9 +66,16 @@ class WorkingCopies:
         return saved
 
     def keep_end(self, sequence: SequenceState) -> None:
-        """Cache what it takes to go on at the last block boundary of what a sequence computed."""
-        if sequence.kv is not None:
+        """Cache what it takes to go on at the last block boundary of what a sequence computed.
+
+        Nobody waits for it: what goes wrong costs the next turn time, and this answer nothing.
+        """
+        if sequence.kv is None:
+            return
+        try:
             save_end(sequence.kv, sequence.table, self._cache.layout)
+        except Exception as error:  # noqa: BLE001
+            get_logger().warning("answer.end_not_cached", error=f"{type(error).__name__}: {error}")
 
     def _look_up(self, sequence: SequenceState) -> int:
         """Keep only the pages that a lookup finds; return the tokens they hold."""

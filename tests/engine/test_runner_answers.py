@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import structlog
 
 from prfaas.cache.spec import StateSpec
 from prfaas.engine.model import Model, Segment
@@ -122,6 +123,20 @@ def test_a_pool_without_room_for_an_end_only_costs_the_hit(model):
     next_turn = (*prompt, *answer, *prompt_of(10, seed=1))
     result = node.answer(next_turn, SEEDED)
     assert result.tokens() == plain_answer(model, next_turn, SEEDED)
+    node.assert_idle()
+
+
+def test_an_end_that_cannot_be_cached_costs_the_answer_nothing(model, monkeypatch):
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("prfaas.engine.working_copies.save_end", fail)
+    node, prompt = Node(model), prompt_of(100)
+    with structlog.testing.capture_logs() as logs:
+        result = node.answer(prompt, replace(SEEDED, max_tokens=100))
+    assert result.error is None
+    assert result.tokens() == plain_answer(model, prompt, replace(SEEDED, max_tokens=100))
+    assert "answer.end_not_cached" in [entry["event"] for entry in logs]
     node.assert_idle()
 
 
