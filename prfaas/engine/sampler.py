@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from prfaas.engine.splitmix import GOLDEN, MASK, MIX_1, MIX_2, mix64
 from prfaas.errors import EngineError
 from prfaas.types import SamplingParams, TokenLogprobs
 
@@ -28,28 +29,16 @@ Ids = NDArray[np.int64]
 MIN_LOGPROB = -9999.0
 """Stands for the logprob of the impossible: JSON has no infinity."""
 
-GOLDEN = 0x9E3779B97F4A7C15
-MIX_1 = 0xBF58476D1CE4E5B9
-MIX_2 = 0x94D049BB133111EB
-"""SplitMix64's."""
-_MASK = (1 << 64) - 1
 _NUM_SCORED_FIRST = 1024
 """Of the whole vocabulary; few of the others can then still win."""
 _NUM_SAMPLED = 4096
-
-
-def mix64(word: int) -> int:
-    """Return SplitMix64's output function of a 64-bit word: a bijection that avalanches."""
-    word = ((word ^ (word >> 30)) * MIX_1) & _MASK
-    word = ((word ^ (word >> 27)) * MIX_2) & _MASK
-    return word ^ (word >> 31)
 
 
 def noise_key(seed: int, choice_index: int, position: int) -> int:
     """Return the 64-bit state from which the noise of every token id at one draw follows."""
     key = 0
     for word in (seed, choice_index, position):
-        key = mix64((key + GOLDEN & _MASK) ^ word)
+        key = mix64((key + GOLDEN & MASK) ^ word)
     return key
 
 

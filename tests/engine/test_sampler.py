@@ -11,13 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from prfaas.engine.sampler import (
-    MIN_LOGPROB,
-    Sampler,
-    TokenHistory,
-    mix64,
-    noise_key,
-)
+from prfaas.engine.sampler import MIN_LOGPROB, Sampler, TokenHistory, noise_key
+from prfaas.engine.splitmix import mix64
 from prfaas.errors import EngineError
 from prfaas.types import SamplingParams
 

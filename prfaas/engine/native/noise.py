@@ -1,4 +1,4 @@
-"""Which token ids get much noise: the hash of `engine.sampler` over a whole vocabulary.
+"""Which token ids get much noise: `splitmix`'s hash over a whole vocabulary.
 
 Shapes: V vocabulary entries.
 """
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from prfaas.engine.native.code import I64
 from prfaas.engine.native.kernel import Kernel, Task
-from prfaas.engine.sampler import GOLDEN, MIX_1, MIX_2
+from prfaas.engine.splitmix import GOLDEN, MIX_1, MIX_2
 
 LANES = 4
 UNIT_IDS = 1 << 14

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.engine.native.noise import LANES, UNIT_IDS, loud_ids
-from prfaas.engine.sampler import GOLDEN, mix64
+from prfaas.engine.splitmix import GOLDEN, mix64
 
 WORD = 1 << 64
 
