@@ -61,7 +61,7 @@ def test_kernels_that_run_at_once_do_not_mix_their_units() -> None:
 def test_helpers_that_sleep_are_woken() -> None:
     """All of them sleep after a while without kernels, and some kernel then has one again."""
     added(3)
-    for _ in range(20):
+    for _ in range(1000):
         if any(int(added(3)[1].max()) > 0 for _ in range(500)):
             return
     pytest.fail("no helper ever took a unit")
