@@ -311,10 +311,7 @@ def _is_finite(values: Any) -> bool:
 
 
 def copied(tensor: Tensor) -> Copied:
-    """Return what a tensor is copied from and to by: an array in its place, where there is one.
-
-    For the few KiB of a single token an array copy costs a tenth of a tensor's.
-    """
+    """Return what pages are copied from and to by: an array in a tensor's place, where there is one."""
     return tensor.numpy() if tensor.is_cpu and tensor.dtype == torch.float32 else tensor
 
 

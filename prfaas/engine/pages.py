@@ -91,6 +91,29 @@ class BlockCopy:
         return self.table.view(self.pages[index])[:size]
 
 
+def _new_copy(
+    kv: "SequenceKv",
+    table: BlockTable,
+    layout: CacheLayout,
+    group: int,
+    block: int,
+    num_tokens: int,
+) -> BlockCopy | None:
+    """Return a copy to pages that are allocated for it; None: there are not enough."""
+    pages = table.try_allocate(group, block)
+    if pages is None:
+        return None
+    return BlockCopy(
+        kv=kv,
+        table=table,
+        layout=layout,
+        group=group,
+        block=block,
+        num_tokens=num_tokens,
+        pages=pages,
+    )
+
+
 def drop_private_pages(table: BlockTable, layout: CacheLayout) -> None:
     """Let go of what only this table holds, once it is in a working copy, in a model with states.
 
@@ -113,19 +136,10 @@ def save_pages(kv: "SequenceKv", table: BlockTable, layout: CacheLayout) -> bool
         for block in held_blocks(spec, kv.num_tokens, block_tokens):
             if table.is_committed(group, block):
                 continue
-            pages = table.try_allocate(group, block)
-            if pages is None:
-                return False
             in_block = min(block_tokens, kv.num_tokens - block * block_tokens)
-            copy = BlockCopy(
-                kv=kv,
-                table=table,
-                layout=layout,
-                group=group,
-                block=block,
-                num_tokens=in_block,
-                pages=pages,
-            )
+            copy = _new_copy(kv, table, layout, group, block, in_block)
+            if copy is None:
+                return False
             try:
                 copy.write_all()
             except EngineError:
@@ -147,18 +161,9 @@ def save_end(kv: "SequenceKv", table: BlockTable, layout: CacheLayout) -> None:
         position = (block + 1) * layout.block_tokens
         if not all(kv.state_of(layer).holds(position) for layer in spec.layers):
             return  # it went on from pages, and has not come to the next boundary
-        pages = table.try_allocate(group, block)
-        if pages is None:
+        copy = _new_copy(kv, table, layout, group, block, layout.block_tokens)
+        if copy is None:
             return
-        copy = BlockCopy(
-            kv=kv,
-            table=table,
-            layout=layout,
-            group=group,
-            block=block,
-            num_tokens=layout.block_tokens,
-            pages=pages,
-        )
         copy.write_all()
         table.commit(group, block)
 
@@ -272,18 +277,9 @@ def plan_writes(
                 continue
             if table.is_committed(group, block):
                 continue  # computed again after a preemption that saved nothing
-            pages = table.try_allocate(group, block)
-            if pages is None:
+            copy = _new_copy(kv, table, layout, group, block, num_tokens)
+            if copy is None:
                 continue
-            copy = BlockCopy(
-                kv=kv,
-                table=table,
-                layout=layout,
-                group=group,
-                block=block,
-                num_tokens=num_tokens,
-                pages=pages,
-            )
             yield BlockWrite(
                 copy=copy,
                 sink=publishing.sink if publishing.is_sent(spec, block, block_tokens) else None,
