@@ -11,6 +11,7 @@ import structlog
 
 from prfaas.clock import monotonic_s
 from prfaas.errors import EngineError
+from prfaas.transport.wire import FrameType
 from prfaas.types import RequestRecord
 from tests.relay import Fault
 from tests.server.fleet import IDENTITY, Fleet, fleet, request, until
@@ -245,7 +246,8 @@ async def test_a_peer_that_changes_its_model_between_handshakes_is_refused_befor
         if reason != "peer_incompatible":  # else a handshake came first
             assert "'another model' here, 'scripted' there" in reason
         assert nodes.prefill_engine.load().step_count == 0
-        assert nodes.relay.stream_bytes == 0
+        # a stream that was attached beside the request may be told that there is no such transfer
+        assert set(nodes.relay.delivered) <= {FrameType.ERROR}
 
 
 async def test_a_peer_that_comes_back_is_used_again_and_each_change_is_logged_once():
