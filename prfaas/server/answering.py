@@ -194,7 +194,7 @@ class Answerer:
             if not isinstance(error, PrfaasError):
                 log.exception("request.crashed")
             story.failed(failure_reason(error))
-            await stream.send(error_event(error))
+            stream.add(error_event(error))
             await stream.end()
         return stream.response
 
@@ -216,22 +216,25 @@ class Answerer:
             choice = job.head.delta(
                 step.index, step.piece, is_first=step.is_first, has_logprobs=job.has_logprobs
             )
-            await stream.send(job.head.chunk([choice], **rest))
+            stream.add(job.head.chunk([choice], **rest))
+            if stream.is_full or not merged.has_next:
+                await stream.send()
         story.finished()
         if job.includes_usage:
-            await stream.send(job.head.chunk([], usage=answer.usage()))
+            stream.add(job.head.chunk([], usage=answer.usage()))
         await stream.end()
 
     async def _next(
         self, merged: MergedGenerations, stream: EventStream
     ) -> tuple[int, TokenEvent] | None:
         """Return the next event; comment lines go out while there is none."""
-        while True:
+        while self._heartbeat_s is not None and not merged.has_next:
             try:
                 async with asyncio.timeout(self._heartbeat_s):
                     return await merged.next()
             except TimeoutError:
                 await stream.comment()
+        return await merged.next()
 
 
 class _Story:

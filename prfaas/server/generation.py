@@ -1,14 +1,15 @@
 """One running request as its client sees it: tokens from a peer and from here are one answer."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from prfaas.clock import Clock
 from prfaas.errors import PrfaasError
 from prfaas.types import Request, RequestRecord, TokenEvent
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from prfaas.scheduler.router import Outcome
 
 
@@ -109,11 +110,17 @@ class RunningGeneration:
         if not self._open:
             self._events.put_nowait(None)
 
-    def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        """Yield events until every choice has ended; raises what `fail` was given."""
-        return self._iterate()
+    @property
+    def has_next(self) -> bool:
+        """The next event, or the end, is here: nobody waits for it."""
+        return not self._events.empty()
 
-    async def _iterate(self) -> AsyncIterator[TokenEvent]:
+    def __aiter__(self) -> Self:
+        """Yield events until every choice has ended; raises what `fail` was given."""
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        """Return the next event; one whose wait is cancelled comes at the next call."""
         while (event := await self._events.get()) is not None:
             if isinstance(event, PrfaasError):
                 raise event
@@ -122,4 +129,6 @@ class RunningGeneration:
             self.record.completion_tokens += 1
             if event.finish_reason is not None:
                 self.record.finish_reasons[event.choice_index] = event.finish_reason
-            yield event
+            return event
+        self._events.put_nowait(None)  # whoever asks again
+        raise StopAsyncIteration

@@ -8,9 +8,9 @@ every task and thread it owns. The implementations are `pd.PdNode`, `prefill.Pre
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 if TYPE_CHECKING:
     import asyncio
@@ -95,11 +95,20 @@ class Generation(Protocol):
         """
         ...
 
-    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+    @property
+    def has_next(self) -> bool:
+        """The next event, or the end, is here: nobody waits for it."""
+        ...
+
+    def __aiter__(self) -> Self:
         """Yield events in the order drawn; each choice's last one has a finish_reason.
 
         Raises BadRequest or Overloaded before the first event, EngineError at any time.
         """
+        ...
+
+    async def __anext__(self) -> TokenEvent:
+        """Return the next event; cancelling a wait loses none."""
         ...
 
 

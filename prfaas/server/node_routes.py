@@ -55,6 +55,8 @@ from prfaas.transport.handshake import Identity, check_compatible
 from prfaas.transport.signed_lines import LineSigner, line_key
 from prfaas.types import Request, RequestRecord, TokenEvent
 
+MAX_HELD_LINES = 64
+"""Lines that come at once go out in one write, no more of them than these."""
 INLINE_BYTES = 1 << 17
 """A longer request is read beside the loop."""
 
@@ -186,10 +188,9 @@ class NodeRoutes:
             if not isinstance(error, PrfaasError):
                 log.exception("request.crashed")
                 error = EngineError("internal error")
-            await lines.say(refused(error))
+            await lines.end(refused(error))
         finally:
             del self._running[request_id]
-        await lines.end()
         return lines.response
 
     async def _answer(
@@ -213,7 +214,9 @@ class NodeRoutes:
                 held.append(Logits(generation.first_logits))
                 has_logits = True
             held.append(event)
-            if directed.is_open_after(event):
+            if directed.is_open_after(event) and (
+                len(held) >= MAX_HELD_LINES or not merged.has_next
+            ):
                 await lines.say(*held)
                 held = []
         generation = directed.generation
@@ -225,17 +228,22 @@ class NodeRoutes:
             outcome=generation.route_outcome,
             hit_tokens=generation.hit_tokens,
         )
-        await lines.say(*held, ended)
+        await lines.end(*held, ended)
 
     async def _next(self, merged: MergedGenerations, lines: "_Lines") -> TokenEvent | None:
         """Return the next event, None after the last; says now and then that there is none yet."""
-        while True:
+        while not merged.has_next:
             try:
                 async with asyncio.timeout(ALIVE_S):
-                    item = await merged.next()
-                    return None if item is None else item[1]
+                    return _event_of(await merged.next())
             except TimeoutError:
                 await lines.say(Alive())
+        return _event_of(await merged.next())
+
+
+def _event_of(item: tuple[int, TokenEvent] | None) -> TokenEvent | None:
+    """Return the event of a request's only prompt."""
+    return None if item is None else item[1]
 
 
 class _Directed:
@@ -302,18 +310,22 @@ class _Lines:
 
     async def say(self, *lines: GenerateLine) -> None:
         """Send lines in one write; ClientStalled if they are not taken."""
+        await self._write(lines)
+
+    async def end(self, *lines: GenerateLine) -> None:
+        """Send the last lines and the answer's end in one write."""
+        await self._write(lines, is_last=True)
+
+    async def _write(self, lines: Sequence[GenerateLine], *, is_last: bool = False) -> None:
         data = b"".join(self._signer.seal(encode_line(line)) for line in lines)
         try:
             async with asyncio.timeout(self._write_timeout_s):
                 if not self.response.prepared:
                     await self.response.prepare(self._http)
-                await self.response.write(data)
+                await (self.response.write_eof(data) if is_last else self.response.write(data))
         except TimeoutError:
             if self._http.transport is not None:
                 self._http.transport.abort()
             raise ClientStalled(
                 f"the scheduler took nothing for {self._write_timeout_s:g} s"
             ) from None
-
-    async def end(self) -> None:
-        await self.response.write_eof()

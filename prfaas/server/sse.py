@@ -11,6 +11,8 @@ HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would hold the stream back
 }
+MAX_WRITE_BYTES = 1 << 14
+"""Events that come at once go out in one write; no more of them are held back than these."""
 
 
 class ClientStalled(ConnectionError):
@@ -28,6 +30,7 @@ class EventStream:
         self._request = request
         self._response = web.StreamResponse(headers=HEADERS)
         self._write_timeout_s = write_timeout_s
+        self._waiting = bytearray()
 
     @property
     def response(self) -> web.StreamResponse:
@@ -36,28 +39,38 @@ class EventStream:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the head has gone out: from then on errors can only be events."""
-        return self._response.prepared
+        """Whether there is an event, sent or about to be: from then on errors can only be events."""
+        return self._response.prepared or bool(self._waiting)
 
-    async def send(self, body: Json) -> None:
-        """Send one event."""
-        await self._write(b"data: " + to_json(body) + b"\n\n")
+    @property
+    def is_full(self) -> bool:
+        """Whether what was added is enough for one write."""
+        return len(self._waiting) >= MAX_WRITE_BYTES
+
+    def add(self, body: Json) -> None:
+        """Put one event into the next write."""
+        self._waiting += b"data: " + to_json(body) + b"\n\n"
+
+    async def send(self) -> None:
+        """Send the events that were added, in one write."""
+        if self._waiting:
+            data, self._waiting = self._waiting, bytearray()
+            await self._write(bytes(data))
 
     async def comment(self) -> None:
         """Send a line that clients skip, to keep proxies from timing out."""
         await self._write(b": waiting\n\n")
 
     async def end(self) -> None:
-        """Send `[DONE]` and end the answer."""
-        await self._write(b"data: [DONE]\n\n")
-        await self._response.write_eof()
+        """Send what was added, `[DONE]` and the answer's end."""
+        await self._write(bytes(self._waiting) + b"data: [DONE]\n\n", is_last=True)
 
-    async def _write(self, data: bytes) -> None:
+    async def _write(self, data: bytes, *, is_last: bool = False) -> None:
         try:
             async with asyncio.timeout(self._write_timeout_s):
                 if not self._response.prepared:
                     await self._response.prepare(self._request)
-                await self._response.write(data)
+                await (self._response.write_eof(data) if is_last else self._response.write(data))
         except TimeoutError:
             if self._request.transport is not None:
                 self._request.transport.abort()

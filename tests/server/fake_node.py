@@ -1,6 +1,7 @@
 """A node of the pd role that answers from a script, token by token, under the test's control."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -65,6 +66,8 @@ class FakeGeneration:
         self._request = request
         self._drawn = drawn
         self._stopped: set[int] = set()
+        self._step = 0
+        self._ready: deque[TokenEvent] = deque()
         self.record = RequestRecord(
             request_id=request.request_id,
             prompt_tokens=len(request.prompt_tokens),
@@ -84,26 +87,37 @@ class FakeGeneration:
         self._stopped.add(choice_index)
         self._node.stopped_choices.append((self._request.request_id, choice_index))
 
-    def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        return self._events()
+    @property
+    def has_next(self) -> bool:
+        return bool(self._ready)
 
-    async def _events(self) -> AsyncIterator[TokenEvent]:
-        node = self._node
+    def __aiter__(self) -> "FakeGeneration":
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        while not self._ready:
+            if self._step >= max(map(len, self._drawn)):
+                raise StopAsyncIteration
+            await self._draw()
+        return self._ready.popleft()
+
+    async def _draw(self) -> None:
+        """Put the events of one step into what is ready; a cancelled wait changes nothing."""
+        node, step = self._node, self._step
         if node.fail_before is not None:
             raise node.fail_before
-        num_tokens = max(map(len, self._drawn))
-        for step in range(num_tokens):
-            if node.hold_at == step:
-                node.is_holding.set()
-                await node.release.wait()
-            if node.fail_at is not None and node.fail_at[0] == step:
-                raise node.fail_at[1]
-            for choice in range(self._request.num_choices):
-                if choice not in self._stopped and step < len(self._drawn[choice]):
-                    yield self._event(choice, step)
-            await asyncio.sleep(0)
-            if len(self._stopped) == self._request.num_choices:
-                return
+        if node.hold_at == step:
+            node.is_holding.set()
+            await node.release.wait()
+        if node.fail_at is not None and node.fail_at[0] == step:
+            raise node.fail_at[1]
+        await asyncio.sleep(0)
+        self._step += 1
+        for choice in range(self._request.num_choices):
+            if choice not in self._stopped and step < len(self._drawn[choice]):
+                self._ready.append(self._event(choice, step))
+        if len(self._stopped) == self._request.num_choices:
+            self._step = max(map(len, self._drawn))
 
     def _event(self, choice: int, step: int) -> TokenEvent:
         sampling = self._request.sampling

@@ -1,11 +1,13 @@
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from prfaas.errors import EngineError
-from prfaas.server.merging import MAX_QUEUED, generate_all
-from prfaas.types import Request, SamplingParams
+from prfaas.server.generation import RunningGeneration
+from prfaas.server.merging import MAX_QUEUED, MergedGenerations, generate_all
+from prfaas.types import Request, SamplingParams, TokenEvent
 from tests.server.fake_node import FakeNode, byte_ids
 
 
@@ -68,6 +70,46 @@ async def test_being_cancelled_aborts_what_runs():
         task.cancel()
     assert task.cancelled()
     assert (node.num_running, node.num_aborted) == (0, 1)
+
+
+@pytest.mark.parametrize("num_requests", [1, 2])
+async def test_a_wait_that_is_cancelled_loses_no_event(num_requests):
+    node = FakeNode(lambda request: [byte_ids("ab")])
+    node.hold_at = 1
+    async with generate_all(node, [request(name, 2) for name in "ab"[:num_requests]]) as merged:
+        items = [await merged.next() for _ in range(num_requests)]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await merged.next()
+        node.release.set()
+        items += await drain(merged)
+    assert [item[0] for item in items if item] == [*range(num_requests)] * 2
+
+
+async def test_events_that_are_all_there_leave_the_loop_its_turns():
+    generation = RunningGeneration(request("a", 1000), clock=lambda: 0.0)
+    merged = MergedGenerations(1)
+    merged.take_only(generation)
+    for index in range(1000):
+        reason = "length" if index == 999 else None
+        generation.put(
+            TokenEvent(request_id="a", choice_index=0, token_id=index, finish_reason=reason)
+        )
+    taken: list[tuple[int, int]] = []
+    turns: list[int] = []
+
+    async def count() -> None:
+        while len(taken) < 1000:
+            turns.append(len(taken))
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(count())
+        while (item := await merged.next()) is not None:
+            taken.append((item[0], item[1].token_id))
+        assert await merged.next() is None
+    assert taken == [(0, index) for index in range(1000)]
+    assert max(after - before for before, after in pairwise(turns)) <= MAX_QUEUED
 
 
 async def test_what_nobody_takes_is_not_drawn_without_end():

@@ -179,13 +179,13 @@ async def test_an_answer_is_its_story_its_tokens_and_its_end(key):
 
 async def test_the_last_token_and_the_end_come_in_one_write(monkeypatch):
     written: list[int] = []
-    say = node_routes._Lines.say
+    write = node_routes._Lines._write
 
-    async def noted(self, *lines):
+    async def noted(self, lines, *, is_last=False):
         written.append(len(lines))
-        await say(self, *lines)
+        await write(self, lines, is_last=is_last)
 
-    monkeypatch.setattr(node_routes._Lines, "say", noted)
+    monkeypatch.setattr(node_routes._Lines, "_write", noted)
     async with host() as at:
         await at.answer(at.asked())
     assert written == [2, 1, 1, 1, 1, 2]  # story and first token ... last token and end

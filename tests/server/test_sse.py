@@ -25,10 +25,11 @@ async def test_events_are_framed_one_line_each_and_end_with_done():
     async def handler(request):
         stream = EventStream(request, write_timeout_s=5)
         begun.append(stream.is_begun)
-        await stream.send({"text": "line\nbreak \u2028 é"})
+        stream.add({"text": "line\nbreak \u2028 é"})
         begun.append(stream.is_begun)
+        await stream.send()
         await stream.comment()
-        await stream.send({"n": 1})
+        stream.add({"n": 1})
         await stream.end()
         return stream.response
 
@@ -49,7 +50,7 @@ async def test_a_number_that_json_lacks_is_never_sent():
     async def handler(request):
         stream = EventStream(request, write_timeout_s=5)
         with pytest.raises(ValueError, match="not JSON compliant"):
-            await stream.send({"logprob": float("-inf")})
+            stream.add({"logprob": float("-inf")})
         return web.Response(text="refused")
 
     runner, port = await serve(handler)
@@ -65,7 +66,8 @@ async def test_a_client_that_reads_nothing_is_cut_off():
         stream = EventStream(request, write_timeout_s=0.05)
         try:
             while True:
-                await stream.send({"text": "x" * 1_000_000})
+                stream.add({"text": "x" * 1_000_000})
+                await stream.send()
         except ClientStalled:
             stalled.set()
         return stream.response
@@ -76,3 +78,36 @@ async def test_a_client_that_reads_nothing_is_cut_off():
     await stalled.wait()
     await runner.cleanup()
     client.close()
+
+
+async def test_events_that_were_added_go_out_in_one_write_and_the_end_with_the_last(monkeypatch):
+    written: list[bytes] = []
+    for name in ("write", "write_eof"):
+        method = getattr(web.StreamResponse, name)
+
+        async def noted(self, data=b"", method=method):
+            written.append(bytes(data))
+            await method(self, data)
+
+        monkeypatch.setattr(web.StreamResponse, name, noted)
+
+    async def handler(request):
+        stream = EventStream(request, write_timeout_s=5)
+        await stream.send()  # nothing: the stream has not begun
+        for number in (1, 2):
+            stream.add({"n": number})
+        assert stream.is_begun
+        assert not stream.response.prepared
+        await stream.send()
+        stream.add({"n": 3})
+        await stream.end()
+        return stream.response
+
+    runner, port = await serve(handler)
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/") as got:
+        data = await got.read()
+    await runner.cleanup()
+    both = b'data: {"n":1}\n\ndata: {"n":2}\n\n'
+    last = b'data: {"n":3}\n\ndata: [DONE]\n\n'
+    assert [each for each in written if each] == [both, last]
+    assert data == both + last
