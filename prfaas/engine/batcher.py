@@ -4,8 +4,9 @@ The batcher knows sequences by number and counts tokens; it sees no token, tenso
 A sequence has `num_tokens` known tokens (prompt and drawn ones), of which the first `num_computed`
 have their KV; the rest is its remaining work. One that decodes has one token of it a step.
 
-- Every decoding sequence steps each time. What its tokens leave of `chunk_tokens`, at least one
-  block, is prefill, cut at absolute multiples of the block except at the end of what is known.
+- Every decoding sequence steps each time, and waits for what else the step does: beside it prefill is
+  at most `mixed_chunk_tokens`, else `chunk_tokens`; at least one block, cut at absolute multiples of
+  the block except at the end of what is known.
 - Of the steps in which sequences decode, a share can be set that carries prefill.
 - Prefill goes to the least remaining work first, so that a long prompt does not block short ones.
   A quarter of it goes to the oldest pending sequence, so that short ones do not starve a long one.
@@ -281,7 +282,9 @@ class Batcher:
         if not pending:
             self._oldest_credit = 0
             return
-        budget = max(self._block_tokens, self._options.chunk_tokens - len(decoding))
+        budget = self._options.chunk_tokens
+        if decoding:
+            budget = max(self._block_tokens, self._options.most_mixed_tokens)
         if not may_prefill:
             draft.is_prefill_held_back = any(entry.num_remaining for entry in pending)
             budget = 0

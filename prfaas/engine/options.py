@@ -6,6 +6,10 @@ from typing import Literal
 WeightDtype = Literal["float16", "bfloat16", "float32"]
 
 
+CPU_MIXED_CHUNK_TOKENS = 128
+"""A prompt is a third slower beside decodes than with 512, and their ITL a fifth (scripts/bench/sharing.py)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """Options of the `[engine]` section."""
@@ -26,12 +30,23 @@ class EngineOptions:
     max_batch_sequences: int = 8
     chunk_tokens: int = 576
     """Prefill tokens of one step; a multiple of the block."""
+    mixed_chunk_tokens: int | None = None
+    """At most so many where sequences decode in the step, too, as each of them waits for it: whole blocks, at
+    least one. None is CPU_MIXED_CHUNK_TOKENS on a CPU, elsewhere a whole chunk."""
     kv_ram_bytes: int = 4 << 30
     """Budget for working KV of running sequences, on the model's device; beyond it the youngest is preempted."""
     max_context_tokens: int | None = None
     """Prompt plus completion; None is the model's own limit."""
     max_waiting_requests: int = 256
     """A full queue answers 503."""
+
+    @property
+    def most_mixed_tokens(self) -> int:
+        """Return the prefill tokens of a step in which sequences decode, but for whole blocks."""
+        wanted = self.mixed_chunk_tokens
+        if wanted is None:
+            wanted = CPU_MIXED_CHUNK_TOKENS if self.device == "cpu" else self.chunk_tokens
+        return min(wanted, self.chunk_tokens)
 
     @property
     def weight_dtype(self) -> WeightDtype:

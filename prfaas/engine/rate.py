@@ -38,13 +38,13 @@ class StepTimes:
     """What steps take.
 
     Args:
-        chunk_tokens: the most prefill of a step.
+        mixed_chunk_tokens: the most prefill of a step in which sequences decode.
     """
 
-    def __init__(self, chunk_tokens: int) -> None:
+    def __init__(self, mixed_chunk_tokens: int) -> None:
         self.decode_step_s: float | None = None
         """Of a step that only decodes; None before the first."""
-        self._chunk_tokens = chunk_tokens
+        self._mixed_chunk_tokens = mixed_chunk_tokens
         self._offered = PrefillRate()
         """With the steps between, in which prefill had to wait for its share."""
         self._in_step = PrefillRate()
@@ -57,9 +57,9 @@ class StepTimes:
 
     @property
     def prefill_chunk_s(self) -> float | None:
-        """Of a step with a whole chunk of prefill, and what decodes beside it; None is unknown."""
+        """Of a step with a whole chunk of prefill beside decodes; None is unknown."""
         rate = self._in_step.tokens_per_s
-        return self._chunk_tokens / rate if rate else None
+        return self._mixed_chunk_tokens / rate if rate else None
 
     def add(
         self, duration_s: float, *, num_prefill_tokens: int, is_prefill_held_back: bool

@@ -93,7 +93,7 @@ class Runner:
         self._sequences: dict[int, SequenceState] = {}
         self._events: list[EngineEvent] = []
         self._step_count = 0
-        self._times = StepTimes(options.chunk_tokens)
+        self._times = StepTimes(options.most_mixed_tokens)
 
     def _new_copies(self, model: "Model") -> WorkingCopies:
         return WorkingCopies(model, self._cache)

@@ -90,5 +90,4 @@ class EngineLoad:
     decode_step_s: float | None = None
     """Moving average of the steps that only decode; None before the first."""
     prefill_chunk_s: float | None = None
-    """What a step with a whole chunk of prefill takes, and what decodes beside it; None before the
-    first prefill."""
+    """What a step with a whole chunk of prefill beside decodes takes; None before the first prefill."""

@@ -41,7 +41,7 @@ class Observed:
     prefill_tokens_per_s: float | None = None
     """Of steps with prefill, whatever share of all steps these are, for a prompt of the mean length."""
     prefill_chunk_s: float | None = None
-    """Of such a step with a whole chunk."""
+    """Of such a step with a whole chunk beside decodes."""
     decode_step_s: float | None = None
     """Of the others."""
     num_decoding: int = 0

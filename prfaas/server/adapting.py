@@ -31,7 +31,7 @@ class Adapting:
     ) -> None:
         self._router = router
         self._engine = engine
-        self._chunk_tokens = engine_options.chunk_tokens
+        self._mixed_chunk_tokens = engine_options.most_mixed_tokens
         self._clock = clock
         self._period_s = router.options.rebalance_period_s
         self._adaptation = Adaptation(
@@ -83,7 +83,7 @@ class Adapting:
         token_s = [1 / rate for rate in (_rate_of(peer, mean_tokens) for peer in usable) if rate]
         byte_s = [peer.byte_s for peer in usable]
         chunk_s = load.prefill_chunk_s
-        rate = None if chunk_s is None else self._chunk_tokens / chunk_s
+        rate = None if chunk_s is None else self._mixed_chunk_tokens / chunk_s
         if rate is not None and mean_tokens is not None:
             rate = self._correction.tokens_per_s(mean_tokens, rate)
         return Observed(

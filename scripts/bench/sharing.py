@@ -6,8 +6,8 @@
 - chunks: a prompt is computed in chunks while sequences decode in the same engine: its TTFT, and their ITL.
 - loop: how late an event loop wakes while the engine's thread prefills.
 
-The recommendation comes from these figures: threads of each of two nodes, and of the chunk sizes the smallest
-whose prefill alone is within 5% of the fastest.
+The recommendation comes from these figures: threads of each of two nodes; of the chunk sizes the smallest whose
+prefill alone is within 5% of the fastest; beside decodes the one at which tokens wait least.
 
     scripts/bench/sharing.py --json
 """
@@ -141,6 +141,7 @@ def recommended(
         fastest = max(size.prefill_alone_tokens_per_s for size in sizes)
         enough = [s for s in sizes if s.prefill_alone_tokens_per_s >= GOOD_ENOUGH * fastest]
         found["chunk_tokens"] = min(size.chunk_tokens for size in enough)
+        found["mixed_chunk_tokens"] = min(sizes, key=lambda size: size.itl_p50_ms).chunk_tokens
     beside = [lag for lag in late if lag.threads]
     if beside:
         found["loop_p99_ms_at_all_threads"] = beside[0].p99_ms

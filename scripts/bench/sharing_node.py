@@ -71,7 +71,9 @@ class Mixed:
                 salt=salt,
             ),
         )
-        options = replace(EngineOptions(), chunk_tokens=chunk_tokens)
+        options = replace(
+            EngineOptions(), chunk_tokens=chunk_tokens, mixed_chunk_tokens=chunk_tokens
+        )
         self.runner = Runner(
             model=model, cache=self.cache, options=options, clock=time.perf_counter
         )

@@ -17,6 +17,7 @@ class Engine:
         self,
         *,
         chunk_tokens: int = 16,
+        mixed_chunk_tokens: int | None = None,
         max_batch: int = 4,
         kv_tokens: int = 10**9,
         max_waiting: int = 10**6,
@@ -25,6 +26,7 @@ class Engine:
     ) -> None:
         self.options = EngineOptions(
             chunk_tokens=chunk_tokens,
+            mixed_chunk_tokens=mixed_chunk_tokens,
             max_batch_sequences=max_batch,
             kv_ram_bytes=kv_tokens,
             max_waiting_requests=max_waiting,
@@ -132,7 +134,10 @@ class Engine:
             assert grant.start == self.computed[key] < end <= self.known[key]
             assert end == self.known[key] or end % BLOCK == 0
         num_prefill = sum(grant.num_tokens for grant in plan.prefills)
-        assert num_prefill <= max(BLOCK, self.options.chunk_tokens - len(plan.decodes))
+        limit = self.options.chunk_tokens
+        if plan.decodes:
+            limit = max(BLOCK, self.options.most_mixed_tokens)
+        assert num_prefill <= limit
         if self.known:
             assert plan.decodes or plan.prefills or plan.admitted, "nothing moves"
 

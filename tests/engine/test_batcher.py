@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prfaas.engine.batcher import AGEING_STEPS
+from prfaas.engine.options import EngineOptions
 from prfaas.errors import BadRequest, ConfigError, Overloaded
 from tests.engine.batching import BLOCK, Engine
 
@@ -19,14 +20,18 @@ from tests.engine.batching import BLOCK, Engine
 class AnyHistory(RuleBasedStateMachine):
     @initialize(
         chunk_blocks=st.integers(1, 5),
+        mixed_tokens=st.integers(1, 5 * BLOCK),
         max_batch=st.integers(1, 4),
         kv_tokens=st.integers(60, 1500),
         constant_bytes=st.sampled_from([0, 10]),
         saves=st.lists(st.integers(0, 4), min_size=1, max_size=6),
     )
-    def start(self, chunk_blocks, max_batch, kv_tokens, constant_bytes, saves) -> None:
+    def start(
+        self, chunk_blocks, mixed_tokens, max_batch, kv_tokens, constant_bytes, saves
+    ) -> None:
         self.engine = Engine(
             chunk_tokens=chunk_blocks * BLOCK,
+            mixed_chunk_tokens=mixed_tokens,
             max_batch=max_batch,
             kv_tokens=kv_tokens,
             max_waiting=5,
@@ -142,6 +147,34 @@ def test_a_short_prompt_is_served_within_a_bound_that_long_prompts_do_not_move(
         assert engine.num_steps - arrival <= num_steps
 
 
+def test_a_step_in_which_sequences_decode_has_only_so_much_prefill():
+    engine = Engine(chunk_tokens=16 * BLOCK, mixed_chunk_tokens=3 * BLOCK + 1)
+    engine.add(1, 21)
+    engine.step()
+    engine.add(100 * BLOCK)
+    plans = [engine.step() for _ in range(22)]
+    blocks = [sum(grant.num_tokens for grant in plan.prefills) / BLOCK for plan in plans]
+    assert [bool(plan.decodes) for plan in plans] == [True] * 20 + [False] * 2
+    assert blocks == [3] * 20 + [16] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "chunk_tokens", "most"),
+    [
+        ("cpu", None, 576, 128),
+        ("cpu", None, 64, 64),
+        ("cpu", 512, 576, 512),
+        ("cuda", None, 576, 576),
+        ("cuda", 64, 576, 64),
+    ],
+)
+def test_the_chunk_beside_decodes_is_small_on_a_cpu_and_never_above_a_chunk(
+    device, asked, chunk_tokens, most
+):
+    options = EngineOptions(device=device, mixed_chunk_tokens=asked, chunk_tokens=chunk_tokens)
+    assert options.most_mixed_tokens == most
+
+
 def test_one_block_a_step_still_serves_short_prompts_soon():
     engine = Engine(chunk_tokens=BLOCK, max_batch=4)
     engine.add(10_000)
@@ -159,20 +192,21 @@ def test_one_block_a_step_still_serves_short_prompts_soon():
     short=st.integers(1, 40),
     completion=st.integers(1, 20),
     chunk_blocks=st.integers(1, 8),
+    mixed_tokens=st.integers(1, 8 * BLOCK),
     max_batch=st.integers(2, 5),
 )
 def test_endless_short_prompts_do_not_starve_a_long_one(
-    long, short, completion, chunk_blocks, max_batch
+    long, short, completion, chunk_blocks, mixed_tokens, max_batch
 ):
     chunk = chunk_blocks * BLOCK
-    engine = Engine(chunk_tokens=chunk, max_batch=max_batch)
+    engine = Engine(chunk_tokens=chunk, mixed_chunk_tokens=mixed_tokens, max_batch=max_batch)
     for _ in range(max_batch):
         engine.add(short, completion)
     older = engine.batcher.num_remaining_tokens
     key = engine.add(long)
-    # A quarter of what decoding leaves, at least of one block, goes to the oldest; before it come
+    # A quarter of a chunk beside decodes, at least of one block, goes to the oldest; before it come
     # the older ones, and the answer that holds the place it gets.
-    share = max(BLOCK, chunk - max_batch) / 4
+    share = max(BLOCK, min(chunk, mixed_tokens)) / 4
     bound = (older + long + 2 * BLOCK * (max_batch + 1)) / share + max_batch * completion + 8
     while key not in engine.first_token_step:
         while engine.batcher.num_waiting < 12:  # more short ones than can ever be served

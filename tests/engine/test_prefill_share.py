@@ -127,7 +127,7 @@ def test_the_least_share_starves_no_prompt(share, long, short, completion, chunk
     engine.batcher.set_prefill_share(share)
     engine.add(1, 10**6)
     key = engine.add(long)
-    rate = max(BLOCK, chunk - max_batch) / 4  # of the oldest, in a step that prefills
+    rate = chunk / 4  # of the oldest, in a step that prefills
     bound = ((long + 2 * BLOCK * (max_batch + 1)) / rate + 4) / share + max_batch * completion + 8
     while key not in engine.first_token_step:
         while engine.batcher.num_waiting < 6:

@@ -46,7 +46,7 @@ def test_a_lasting_change_is_followed():
 
 
 def test_prefill_that_was_held_back_is_expected_to_be_again():
-    times = StepTimes(chunk_tokens=512)
+    times = StepTimes(mixed_chunk_tokens=512)
     for _ in range(3):
         times.add(0.5, num_prefill_tokens=0, is_prefill_held_back=True)
     times.add(1.0, num_prefill_tokens=256, is_prefill_held_back=False)
@@ -56,7 +56,7 @@ def test_prefill_that_was_held_back_is_expected_to_be_again():
 
 
 def test_steps_in_which_nothing_waited_do_not_slow_the_next_prompt():
-    times = StepTimes(chunk_tokens=512)
+    times = StepTimes(mixed_chunk_tokens=512)
     times.add(0.5, num_prefill_tokens=0, is_prefill_held_back=True)
     times.add(0.5, num_prefill_tokens=0, is_prefill_held_back=False)  # who waited has left
     times.add(1.0, num_prefill_tokens=512, is_prefill_held_back=False)
@@ -64,7 +64,7 @@ def test_steps_in_which_nothing_waited_do_not_slow_the_next_prompt():
 
 
 def test_decode_steps_follow_a_change_and_know_nothing_of_prefill():
-    times = StepTimes(chunk_tokens=512)
+    times = StepTimes(mixed_chunk_tokens=512)
     assert (times.decode_step_s, times.prefill_chunk_s) == (None, None)
     times.add(0.1, num_prefill_tokens=0, is_prefill_held_back=False)
     times.add(5.0, num_prefill_tokens=512, is_prefill_held_back=False)

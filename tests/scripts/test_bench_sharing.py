@@ -18,7 +18,7 @@ def pair(threads: int, share: float) -> Pair:
     return Pair(works=("prefill", "decode"), threads_each=threads, shares=(share, share))
 
 
-def size(chunk_tokens: int, tokens_per_s: float) -> Chunking:
+def size(chunk_tokens: int, tokens_per_s: float, itl_p50_ms: float) -> Chunking:
     return Chunking(
         chunk_tokens=chunk_tokens,
         num_decoding=4,
@@ -27,7 +27,7 @@ def size(chunk_tokens: int, tokens_per_s: float) -> Chunking:
         prefill_alone_tokens_per_s=tokens_per_s,
         itl_alone_ms=1.0,
         ttft_s=1.0,
-        itl_p50_ms=1.0,
+        itl_p50_ms=itl_p50_ms,
         itl_max_ms=1.0,
         decode_tokens_per_s=1.0,
     )
@@ -38,9 +38,10 @@ def test_two_nodes_get_the_threads_at_which_less_is_lost():
     assert recommended(figures, [], []) == {"threads_of_each_of_two_nodes": 1}
 
 
-def test_the_smallest_chunk_that_is_nearly_as_fast_as_the_fastest_is_recommended():
-    sizes = [size(64, 300.0), size(256, 476.0), size(512, 500.0), size(1024, 490.0)]
-    assert recommended([], sizes, []) == {"chunk_tokens": 256}
+def test_the_smallest_chunk_that_is_nearly_as_fast_and_the_one_that_decodes_wait_least_for_are_recommended():
+    sizes = [size(64, 300.0, 60.0), size(128, 400.0, 50.0), size(256, 476.0, 90.0)]
+    sizes += [size(512, 500.0, 200.0), size(1024, 490.0, 400.0)]
+    assert recommended([], sizes, []) == {"chunk_tokens": 256, "mixed_chunk_tokens": 128}
 
 
 def test_the_loop_is_judged_at_all_threads():

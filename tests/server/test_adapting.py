@@ -113,7 +113,7 @@ def test_t_does_not_depend_on_how_long_the_prompts_are_that_showed_the_rates(com
         return 1.0 + 1e-4 * tokens
 
     options = SchedulerOptions(rebalance_prompts=20)
-    engine = StubEngine(chunk_s=EngineOptions().chunk_tokens * local_s(computed) / computed)
+    engine = StubEngine(chunk_s=EngineOptions().most_mixed_tokens * local_s(computed) / computed)
     prior = Prior(prefill_s=PolynomialCurve(coefficients=(1.0, 1e-4)))
     adapting, router = made(engine, options, prior)
     routes = prompt_router(engine, router, prior=prior, adapting=adapting)
