@@ -1,27 +1,49 @@
 """One forward's rows: the tokens of several sequences, one after another."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from prfaas.engine.kv import CPU
 from prfaas.engine.native.store import store_rows
+from prfaas.engine.recorder import current
 from prfaas.engine.rope import RopeTable
 from prfaas.engine.segment import Segment
 
-__all__ = ["Batch", "Segment"]
+__all__ = ["Batch", "OnWritten", "Rows", "Segment"]
+
+
+OnWritten = Callable[["Batch"], None]
+"""Called with the batch once all that a layer keeps of it is in place."""
+
+
+def _ignore(layer: int) -> None:
+    """Nobody waits for this layer's K and V."""
 
 
 class Batch:
-    """The rows of one forward.
+    """The rows of one forward, and whose they are.
 
     Attributes:
         parts: each segment and its rows.
     """
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        device: torch.device = CPU,
+        *,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        """Lay the segments' rows one after another.
+
+        Args:
+            segments: at least one.
+            device: where their tokens and positions lie.
+            on_layer: told of each layer that has written what it keeps.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         self.parts: list[tuple[slice, Segment]] = []
@@ -34,6 +56,7 @@ class Batch:
         self.tokens_T = torch.tensor(tokens, device=device)
         self.positions_T = torch.tensor(positions, device=device)
         self._end_position = max(positions) + 1
+        self.on_layer = on_layer or _ignore
         self._ropes: dict[RopeTable, Tensor] = {}
 
     @property
@@ -64,3 +87,42 @@ class Batch:
         if table not in self._ropes:
             self._ropes[table] = table.at(self.positions_T, self._end_position)
         return self._ropes[table]
+
+
+class Rows:
+    """A forward's rows as its layers see them: not whose they are, nor where they stand.
+
+    What a layer computes may be recorded and run again for other sequences and positions. So all that
+    depends on these is in `each_time`, and a layer cannot know of them elsewhere.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._turns: dict[RopeTable, Tensor] = {}
+
+    def each_time(self, step: Callable[[Batch], None]) -> None:
+        """Call `step` with the batch: now and, if this is recorded, with that of each later time.
+
+        It gets at what was computed before by the tensors that it holds, and hands on what it
+        computes by writing to them; it returns nothing, and leaves no other trace.
+        """
+        batch = self._batch
+        if (recorder := current()) is None:
+            step(batch)
+        else:
+            recorder.each_time(step, lambda: step(batch))
+
+    def rope(self, table: RopeTable) -> Tensor:
+        """Return the table's turn of every row, complex [T, 1, K / 2]."""
+        if current() is None:
+            return self._batch.rope(table)
+        if table not in self._turns:
+            num_rows = len(self._batch.tokens_T)
+            turns_T1K = torch.empty(num_rows, 1, table.num_pairs, dtype=torch.complex64)
+            self._turns[table] = turns_T1K
+            self.each_time(lambda batch: _copy(turns_T1K, batch.rope(table)))
+        return self._turns[table]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)

@@ -5,13 +5,12 @@ Shapes: T rows, D model dim, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from prfaas.cache.spec import CacheLayout
-from prfaas.engine.batch import Batch, Segment
+from prfaas.engine.batch import Batch, OnWritten, Rows, Segment
 from prfaas.engine.greedy_head import GreedyHead
 from prfaas.engine.kv import CPU
 from prfaas.engine.kv_groups import kv_groups
@@ -19,6 +18,7 @@ from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear, Packing, is_exact, kv_dtype
 from prfaas.engine.mixer_spec import KvDtype
 from prfaas.engine.model_spec import ModelSpec, ResidualSpec
+from prfaas.engine.recording import Recordings
 from prfaas.engine.sequence_kv import SequenceKv, capacity_bytes
 
 __all__ = ["Block", "Embedding", "Model", "Residual", "Segment"]
@@ -43,8 +43,8 @@ class Embedding:
         return rows_TD if self.scale == 1.0 else rows_TD.mul_(self.scale)
 
 
-Mixer = Callable[[Tensor, Batch, int, Callable[[], None]], Tensor]
-"""(x_TD, batch, layer, on_written) -> y_TD; calls on_written once what the layer keeps is in place."""
+Mixer = Callable[[Tensor, Rows, int, OnWritten], Tensor]
+"""(x_TD, rows, layer, on_written) -> y_TD; calls on_written once what the layer keeps is in place."""
 Ffn = Callable[[Tensor], Tensor]
 
 
@@ -84,16 +84,18 @@ class Block:
     ffn: Ffn | None
     ffn_residual: Residual | None
 
-    def add_to(
-        self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
-    ) -> None:
-        """Take the residual stream through the layer, in place."""
+    def add_to(self, x_TD: Tensor, rows: Rows, layer: int) -> None:
+        """Take the residual stream through the layer, in place; tells the batch what is written."""
+
+        def on_written(batch: Batch) -> None:
+            batch.on_layer(layer)
+
         mixer = self.mixer
         if mixer is None:
-            on_written()
+            rows.each_time(on_written)
         else:
             assert self.mixer_residual is not None
-            self.mixer_residual.add_to(x_TD, lambda y_TD: mixer(y_TD, batch, layer, on_written))
+            self.mixer_residual.add_to(x_TD, lambda y_TD: mixer(y_TD, rows, layer, on_written))
         if self.ffn is not None:
             assert self.ffn_residual is not None
             self.ffn_residual.add_to(x_TD, self.ffn)
@@ -125,6 +127,7 @@ class Model:
         self.packing = packing
         self.model_fingerprint = model_fingerprint
         self.device = device
+        self.recordings = Recordings(self.layers)
         self.numerics_fingerprint = ""  # set once the self-test passed
 
     @property
@@ -191,16 +194,17 @@ class Model:
         """Run every segment's tokens; return what the head takes where num_logits is 1."""
         for segment in segments:
             segment.kv.begin_forward(segment.snapshots)
-        batch = Batch(segments, self.device)
-        x_TD = self.embed_tokens(batch.tokens_T)
-        on_layer = on_layer or _ignore
-        for index, layer in enumerate(self.layers):
-            layer.add_to(x_TD, batch, index, partial(on_layer, index))
+        batch = Batch(segments, self.device, on_layer=on_layer)
+        x_TD = self.recordings.run(self.embed_tokens(batch.tokens_T), batch, self._through_layers)
         rows = torch.tensor(batch.logit_rows, dtype=torch.int64, device=x_TD.device)
         rows_TD = self.norm(x_TD[rows]) if len(rows) else x_TD[:0]
         for segment in segments:
             segment.kv.num_tokens += len(segment.tokens)
         return rows_TD
+
+    def _through_layers(self, x_TD: Tensor, rows: Rows) -> None:
+        for index, layer in enumerate(self.layers):
+            layer.add_to(x_TD, rows, index)
 
     def _logits(self, rows_TD: Tensor) -> Tensor:
         """Return float32 logits on the CPU of the rows that `_run` returned, [T, V]."""
@@ -209,7 +213,3 @@ class Model:
         logits_TV = self.lm_head(rows_TD).cpu()
         scale = self.config.logits_scale
         return logits_TV if scale == 1.0 else logits_TV.mul_(scale)
-
-
-def _ignore(layer: int) -> None:
-    """Nobody waits for this layer's K and V."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from prfaas.engine.attention import Queries, attend
-from prfaas.engine.batch import Batch, Segment
+from prfaas.engine.batch import Batch, Rows, Segment
 from prfaas.engine.device import device_names
 from prfaas.engine.kv import CPU, AttentionSpec, attention_of, buffer_shapes, span_of
 from prfaas.engine.linear import Packing
@@ -175,14 +175,10 @@ def _run_layer(model: Model, index: int, x_TD: Tensor, cuts: tuple[int, ...]) ->
         batch = Batch(segments, model.device)
         piece_TD = x_TD.new_ones(len(batch.tokens_T), x_TD.shape[1])
         piece_TD[own] = x_TD[start:stop]
-        model.layers[index].add_to(piece_TD, batch, index, _ignore)
+        model.layers[index].add_to(piece_TD, Rows(batch), index)
         rows.append(piece_TD[own])
         kv.num_tokens = stop
     return torch.cat(rows)
-
-
-def _ignore() -> None:
-    """Nobody waits for the test's K and V."""
 
 
 @torch.no_grad()

@@ -85,6 +85,11 @@ class RopeTable:
         self._factor = attention_factor(spec)
         self._turns_PK = torch.empty(0, head_dim // 2, dtype=torch.complex64, device=device)
 
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a turn, those that stay included."""
+        return self._turns_PK.shape[1]
+
     def at(self, positions_T: Tensor, end: int) -> Tensor:
         """Return cos + i sin of the positions, all below `end`; complex [T, 1, K / 2]."""
         if end > len(self._turns_PK):

@@ -31,7 +31,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from prfaas.engine.batch import Batch, Segment
+from prfaas.engine.batch import Batch, Rows, Segment
 from prfaas.engine.config import model_from_hf
 from prfaas.engine.linear import ExactPacking, Packing
 from prfaas.engine.loading.build import build_model
@@ -92,9 +92,8 @@ class Ours:
     def _forward(self, kv: SequenceKv, x_TD: Tensor) -> None:
         segment = Segment(kv=kv, tokens=[0] * len(x_TD), num_logits=0)
         kv.begin_forward(())
-        batch = Batch([segment])
         assert self.mixer is not None
-        self.mixer(x_TD, batch, 0, lambda: None)
+        self.mixer(x_TD, Rows(Batch([segment])), 0, lambda _: None)
         kv.num_tokens += len(x_TD)
 
 

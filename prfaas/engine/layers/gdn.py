@@ -4,12 +4,10 @@ Shapes: T rows of the batch, D model dim, H value heads, V value dim, W convolut
 C convolution channels, X = H V.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from prfaas.engine.batch import Batch
+from prfaas.engine.batch import Batch, OnWritten, Rows
 from prfaas.engine.layers.conv import CausalConv
 from prfaas.engine.layers.delta import DeltaRecurrence
 from prfaas.engine.layers.delta_walk import DeltaWalk
@@ -65,17 +63,19 @@ class GdnMixer:
                 beta_scale=spec.beta_scale,
             )
 
-    def __call__(
-        self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, rows: Rows, layer: int, on_written: OnWritten) -> Tensor:
         """Return the mixer's output rows; calls `on_written` once all states are in place."""
         spec = self.spec
         widths = [spec.conv_channels, self.core.out_dim, spec.num_value_heads, spec.num_value_heads]
         u_TC, z_TX, b_TH, a_TH = torch.split(self.in_proj(x_TD), widths, dim=1)
         out_TX = x_TD.new_empty(len(x_TD), self.core.out_dim)
-        if self._walk is not None:
-            self._walk(u_TC, b_TH, a_TH, begin(batch, layer), out_TX)
-            on_written()
+        if (walk := self._walk) is not None:
+
+            def fold(batch: Batch) -> None:
+                walk(u_TC, b_TH, a_TH, begin(batch, layer), out_TX)
+                on_written(batch)
+
+            rows.each_time(fold)
             gate_rows(
                 out_TX,
                 z_TX,
@@ -89,7 +89,12 @@ class GdnMixer:
         if spec.beta_scale != 1.0:
             beta_TH.mul_(spec.beta_scale)
         g_TH = softplus(a_TH + self._dt_bias_H).mul_(self._negative_A_H)
-        run(self.core, torch.cat([u_TC, beta_TH, g_TH], dim=1), batch, layer, out_TX)
-        on_written()
+        rows_TR = torch.cat([u_TC, beta_TH, g_TH], dim=1)
+
+        def fold_by_torch(batch: Batch) -> None:
+            run(self.core, rows_TR, batch, layer, out_TX)
+            on_written(batch)
+
+        rows.each_time(fold_by_torch)
         normed_THV = self.norm(out_TX.view(len(x_TD), spec.num_value_heads, spec.value_dim))
         return self.out_proj(normed_THV.view_as(out_TX).mul_(silu(z_TX)))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from prfaas.engine.batch import Batch
+from prfaas.engine.batch import Batch, OnWritten, Rows
 from prfaas.engine.layers.batch_attention import Attention, BatchAttention
 from prfaas.engine.layers.gates import multiply_by_gate
 from prfaas.engine.layers.norm import RmsNorm
@@ -72,20 +72,23 @@ class GqaMixer:
         self._values = _view(first_value, num_kv, spec.value_dim)
         self._outputs = _view(0, num_kv, num_q // num_kv, spec.value_dim)
 
-    def __call__(
-        self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, rows: Rows, layer: int, on_written: OnWritten) -> Tensor:
         """Return the mixer's output rows; calls `on_written` once all K and V are in place."""
         spec = self.spec
         qkv_TN = self.qkv_proj(x_TD)
-        qk_THK = self._turned(qkv_TN, None if self.rope is None else batch.rope(self.rope))
+        qk_THK = self._turned(qkv_TN, None if self.rope is None else rows.rope(self.rope))
         v_THV = self._values(qkv_TN)
         if spec.value_scale != 1.0:
             v_THV = v_THV * spec.value_scale
-        batch.write_kv(layer, self._keys(qk_THK), v_THV)
-        on_written()
         out_TD = x_TD.new_empty(x_TD.shape[0], spec.num_heads * spec.value_dim)
-        self.attend(self._queries(qk_THK), batch, layer, self._outputs(out_TD))
+        q_THGK, k_THK, out_THGV = self._queries(qk_THK), self._keys(qk_THK), self._outputs(out_TD)
+
+        def attend(batch: Batch) -> None:
+            batch.write_kv(layer, k_THK, v_THV)
+            on_written(batch)
+            self.attend(q_THGK, batch, layer, out_THGV)
+
+        rows.each_time(attend)
         if spec.has_output_gate:
             multiply_by_gate(out_TD, qkv_TN[:, self._first_gate :])
         return self.o_proj(out_TD)

@@ -4,12 +4,10 @@ Shapes: T rows of the batch, D model dim, H heads, K head dim, W convolution wid
 C = 3 H K convolution channels, X = H K, F width of a gate's projection: its rank, or X.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from prfaas.engine.batch import Batch
+from prfaas.engine.batch import Batch, OnWritten, Rows
 from prfaas.engine.layers.conv import CausalConv
 from prfaas.engine.layers.delta import DeltaRecurrence
 from prfaas.engine.layers.delta_walk import DeltaWalk
@@ -72,9 +70,7 @@ class KdaMixer:
                 decay_bound=spec.decay_bound if spec.decay == "bounded" else None,
             )
 
-    def __call__(
-        self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, rows: Rows, layer: int, on_written: OnWritten) -> Tensor:
         """Return the mixer's output rows; calls `on_written` once all states are in place."""
         spec, inner_dim = self.spec, self.core.out_dim
         gate_dim = inner_dim if spec.gate_rank is None else spec.gate_rank
@@ -83,9 +79,13 @@ class KdaMixer:
         f_TX = f_TF if self.f_b is None else self.f_b(f_TF.contiguous())
         gate_TX = gate_TF if self.g_b is None else self.g_b(gate_TF.contiguous())
         out_TX = x_TD.new_empty(len(x_TD), inner_dim)
-        if self._walk is not None:
-            self._walk(u_TC, b_TH, f_TX, begin(batch, layer), out_TX)
-            on_written()
+        if (walk := self._walk) is not None:
+
+            def fold(batch: Batch) -> None:
+                walk(u_TC, b_TH, f_TX, begin(batch, layer), out_TX)
+                on_written(batch)
+
+            rows.each_time(fold)
             gate_rows(
                 out_TX,
                 gate_TX,
@@ -96,8 +96,12 @@ class KdaMixer:
             )
             return self.out_proj(out_TX)
         rows_TR = torch.cat([u_TC, sigmoid(b_TH), self._decay(f_TX)], dim=1)
-        run(self.core, rows_TR, batch, layer, out_TX)
-        on_written()
+
+        def fold_by_torch(batch: Batch) -> None:
+            run(self.core, rows_TR, batch, layer, out_TX)
+            on_written(batch)
+
+        rows.each_time(fold_by_torch)
         normed_THK = self.norm(out_TX.view(len(x_TD), spec.num_heads, spec.head_dim))
         return self.out_proj(normed_THK.view_as(out_TX).mul_(sigmoid(gate_TX)))
 

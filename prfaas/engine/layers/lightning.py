@@ -6,12 +6,12 @@ Shapes: T rows, S sequences, C rows of a chunk, H heads, K head dim (of keys and
 dim, R = 3HK projected rows q, k, v; states [H, K, K] with the key first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from prfaas.engine.batch import Batch
+from prfaas.engine.batch import Batch, OnWritten, Rows
 from prfaas.engine.layers.gates import sigmoid
 from prfaas.engine.layers.mlp import silu
 from prfaas.engine.layers.norm import RmsNorm
@@ -162,17 +162,19 @@ class LightningMixer:
         self.norm = norm
         self.out_proj = out_proj
 
-    def __call__(
-        self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, rows: Rows, layer: int, on_written: OnWritten) -> Tensor:
         """Return the mixer's output rows; calls `on_written` once all states are in place."""
         core = self.core
         projected_TR = self.in_proj(x_TD)
-        rows_TR = self._rows(projected_TR[:, : core.row_dim], batch)
+        rows_TR = self._rows(projected_TR[:, : core.row_dim], rows)
         out_TX = x_TD.new_empty(len(x_TD), core.out_dim)
-        if self._walk is not None:
-            self._walk(rows_TR, begin(batch, layer), out_TX)
-            on_written()
+        if (walk := self._walk) is not None:
+
+            def fold(batch: Batch) -> None:
+                walk(rows_TR, begin(batch, layer), out_TX)
+                on_written(batch)
+
+            rows.each_time(fold)
             gate_rows(
                 out_TX,
                 projected_TR[:, core.row_dim :],
@@ -182,12 +184,16 @@ class LightningMixer:
                 eps=self.norm.eps,
             )
             return self.out_proj(out_TX)
-        run(core, rows_TR, batch, layer, out_TX)
-        on_written()
+
+        def fold_by_torch(batch: Batch) -> None:
+            run(core, rows_TR, batch, layer, out_TX)
+            on_written(batch)
+
+        rows.each_time(fold_by_torch)
         normed_TX = self.norm(out_TX.view(len(x_TD), *self.norm.weight.shape)).view_as(out_TX)
         return self.out_proj(normed_TX.mul_(sigmoid(projected_TR[:, core.row_dim :])))
 
-    def _rows(self, qkv_TR: Tensor, batch: Batch) -> Tensor:
+    def _rows(self, qkv_TR: Tensor, rows: Rows) -> Tensor:
         """Return the contiguous rows that the core takes."""
         qkv_TR = silu(qkv_TR) if self.spec.has_silu else qkv_TR.contiguous()
         if self.qk_norm is None and self.rope is None:
@@ -196,5 +202,5 @@ class LightningMixer:
         qk_THK = qkv_THK[:, : 2 * self.spec.num_heads]
         qk_THK = qk_THK.contiguous() if self.qk_norm is None else self.qk_norm(qk_THK)
         if self.rope is not None:
-            qk_THK = rotate(qk_THK, batch.rope(self.rope))
+            qk_THK = rotate(qk_THK, rows.rope(self.rope))
         return torch.cat([qk_THK, qkv_THK[:, 2 * self.spec.num_heads :]], dim=1).flatten(1)

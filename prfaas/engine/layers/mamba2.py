@@ -8,12 +8,12 @@ The states are the convolution's last rows [W - 1, I + 2GN] and S [H, N, P].
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from prfaas.engine.batch import Batch
+from prfaas.engine.batch import Batch, OnWritten, Rows
 from prfaas.engine.layers.conv import CausalConv
 from prfaas.engine.layers.gates import softplus
 from prfaas.engine.layers.mlp import silu
@@ -241,23 +241,29 @@ class Mamba2Mixer:
         self._dt_bias_H = dt_bias_H.float()
         self._dt_limit = dt_limit
 
-    def __call__(
-        self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, rows: Rows, layer: int, on_written: OnWritten) -> Tensor:
         """Return the mixer's output rows; calls `on_written` once all states are in place."""
         inner_dim, num_heads = self.spec.inner_dim, self.spec.num_heads
         projected_TR = self.in_proj(x_TD)
         z_TI, rows_TR = projected_TR[:, :inner_dim], projected_TR[:, inner_dim:]
         y_TI = x_TD.new_empty(len(x_TD), inner_dim)
-        if self._walk is not None:
+        if (walk := self._walk) is not None:
             u_TC, dt_TH = rows_TR[:, :-num_heads], rows_TR[:, -num_heads:]
-            self._walk(u_TC, dt_TH, begin(batch, layer), y_TI)
-            on_written()
+
+            def fold(batch: Batch) -> None:
+                walk(u_TC, dt_TH, begin(batch, layer), y_TI)
+                on_written(batch)
+
+            rows.each_time(fold)
             return self.out_proj(self._gated_rows(y_TI, z_TI))
         dt_TH = softplus(rows_TR[:, -num_heads:] + self._dt_bias_H)
         rows_TR[:, -num_heads:] = dt_TH.clamp_(*self._dt_limit)
-        run(self.core, rows_TR, batch, layer, y_TI)
-        on_written()
+
+        def fold_by_torch(batch: Batch) -> None:
+            run(self.core, rows_TR, batch, layer, y_TI)
+            on_written(batch)
+
+        rows.each_time(fold_by_torch)
         return self.out_proj(self._gated(y_TI, silu(z_TI)))
 
     def _gated_rows(self, y_TI: Tensor, z_TI: Tensor) -> Tensor:

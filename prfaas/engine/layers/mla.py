@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from prfaas.engine.batch import Batch
+from prfaas.engine.batch import Batch, OnWritten, Rows
 from prfaas.engine.layers.batch_attention import Attention, BatchAttention
 from prfaas.engine.layers.gates import sigmoid
 from prfaas.engine.layers.norm import RmsNorm
@@ -69,24 +69,27 @@ class MlaMixer:
         self._k_up = _HeadsLinear(k_up_HNR)
         self._v_up = _HeadsLinear(v_up_HRV)
 
-    def __call__(
-        self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, rows: Rows, layer: int, on_written: OnWritten) -> Tensor:
         """Return the mixer's output rows; calls `on_written` once all latents are in place."""
         spec, num_rows = self.spec, x_TD.shape[0]
         q_TH = self.q_proj(x_TD).view(num_rows, spec.num_heads, -1)
         kv_TK = self.kv_a_proj(x_TD)
         q_THP, k_T1P = q_TH[..., spec.nope_dim :], kv_TK[:, None, spec.latent_dim :]
         if self.rope is not None:
-            turns = batch.rope(self.rope)
+            turns = rows.rope(self.rope)
             q_THP, k_T1P = rotate(q_THP, turns), rotate(k_T1P, turns)
         latent_TR = self.kv_norm(kv_TK[:, : spec.latent_dim])
-        batch.write_kv(layer, torch.cat([latent_TR, k_T1P[:, 0]], dim=1)[:, None])
-        on_written()
+        kept_T1K = torch.cat([latent_TR, k_T1P[:, 0]], dim=1)[:, None]
         q_THR = self._k_up(q_TH[..., : spec.nope_dim])
         q_THK = torch.cat([q_THR, q_THP], dim=-1)
         out_THR = x_TD.new_empty(num_rows, spec.num_heads, spec.latent_dim)
-        self.attend(q_THK.unsqueeze(1), batch, layer, out_THR.unsqueeze(1))
+
+        def attend(batch: Batch) -> None:
+            batch.write_kv(layer, kept_T1K)
+            on_written(batch)
+            self.attend(q_THK.unsqueeze(1), batch, layer, out_THR.unsqueeze(1))
+
+        rows.each_time(attend)
         out_THV = self._v_up(out_THR)
         if self.gate_proj is not None:
             out_THV.mul_(sigmoid(self.gate_proj(x_TD)).unsqueeze(-1))

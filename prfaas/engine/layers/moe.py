@@ -17,6 +17,7 @@ from torch import Tensor
 from prfaas.engine.ffn_spec import MoeSpec
 from prfaas.engine.layers.gates import sigmoid
 from prfaas.engine.linear import Linear
+from prfaas.engine.recorder import by_value
 
 EXPERTS_PER_GROUP_SCORE = 2
 """A group is as good as its best two experts together (DeepSeek-V3)."""
@@ -61,9 +62,14 @@ class MoeMlp:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Return the output rows."""
-        chosen_TK, weights_TK = self.choose(self.router(x_TD))
-        routed_TD = x_TD if self.latent_in is None else self.latent_in(x_TD)
-        routed_TD = self._mix(routed_TD, chosen_TK, weights_TK)
+        logits_TE = self.router(x_TD)
+        latent_TD = x_TD if self.latent_in is None else self.latent_in(x_TD)
+        routed_TD = latent_TD.new_empty(latent_TD.shape)
+
+        def mix() -> None:
+            self._mix(latent_TD, *self.choose(logits_TE), routed_TD.zero_())
+
+        by_value(mix)
         if self.latent_out is not None:
             routed_TD = self.latent_out(routed_TD)
         if self.shared is None:
@@ -110,8 +116,8 @@ class MoeMlp:
         is_out_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(1, best_TG, value=False)
         return selection_TGE.masked_fill(is_out_TG[..., None], float("-inf")).flatten(1)
 
-    def _mix(self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the weighted sums of the experts' outputs, [T, D]."""
+    def _mix(self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, mixed_TD: Tensor) -> None:
+        """Add the weighted sums of the experts' outputs to `mixed_TD`."""
         chosen = chosen_TK.cpu().numpy().ravel()
         order = np.argsort(chosen, kind="stable")  # by expert, then by token
         counts_E = np.bincount(chosen)
@@ -121,5 +127,4 @@ class MoeMlp:
         pieces = torch.split(x_TD[owners_P], counts_E[hit].tolist())
         outs = [self.experts[expert](piece) for expert, piece in zip(hit, pieces, strict=True)]
         out_PD = torch.cat(outs).mul_(weights_TK.view(-1, 1)[order_P])
-        mixed_TD = x_TD.new_zeros(len(x_TD), out_PD.shape[1])
-        return mixed_TD.index_add_(0, owners_P, out_PD)  # in their order: expert by expert
+        mixed_TD.index_add_(0, owners_P, out_PD)  # in their order: expert by expert

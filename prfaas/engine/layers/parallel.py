@@ -3,11 +3,9 @@
 Shapes: T rows, D model dim.
 """
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from prfaas.engine.batch import Batch
+from prfaas.engine.batch import Batch, OnWritten, Rows
 from prfaas.engine.layers.gqa import GqaMixer
 from prfaas.engine.layers.mamba2 import Mamba2Mixer
 from prfaas.engine.mixer_spec import ParallelSpec
@@ -25,15 +23,13 @@ class ParallelMixer:
         self.attention = attention
         self.mamba = mamba
 
-    def __call__(
-        self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, rows: Rows, layer: int, on_written: OnWritten) -> Tensor:
         """Return the output rows; calls `on_written` once states, keys and values are in place."""
         spec = self.spec
-        mamba_TD = self.mamba(x_TD * spec.mamba_in_scale, batch, layer, _nothing)
-        attention_TD = self.attention(x_TD * spec.attention_in_scale, batch, layer, on_written)
+        mamba_TD = self.mamba(x_TD * spec.mamba_in_scale, rows, layer, _nothing)
+        attention_TD = self.attention(x_TD * spec.attention_in_scale, rows, layer, on_written)
         return mamba_TD.mul_(spec.mamba_out_scale).add_(attention_TD.mul_(spec.attention_out_scale))
 
 
-def _nothing() -> None:
+def _nothing(batch: Batch) -> None:
     """Mamba's states alone are not all that the layer writes."""

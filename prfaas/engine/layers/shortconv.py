@@ -5,11 +5,12 @@ A row is a function of the conv_width - 1 before it, whatever the cut, in prefil
 Shapes: T rows, S sequences, C channels, W conv width, D model dim; the state is [W - 1, C].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from prfaas.engine.batch import Batch
+from prfaas.engine.batch import Batch, OnWritten, Rows
 from prfaas.engine.layers.conv import CausalConv
 from prfaas.engine.linear import Linear
 from prfaas.engine.mixer_spec import ShortConvSpec
@@ -54,19 +55,23 @@ class ShortConvMixer:
         self.in_proj = in_proj
         self.out_proj = out_proj
 
-    def __call__(
-        self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, rows: Rows, layer: int, on_written: OnWritten) -> Tensor:
         """Return the mixer's output rows; calls `on_written` once all states are in place."""
         B_TC, C_TC, x_TC = self.in_proj(x_TD).chunk(3, dim=1)
         rows_TC = B_TC * x_TC
-        if x_TD.is_cpu:
-            parts = begin(batch, layer)
-            out_TC, states = self.core.conv.walk(rows_TC, parts)
-            for part, kept in zip(parts, states, strict=True):
-                part.hold([(rows_WC,) for rows_WC in kept])
-        else:
-            out_TC = x_TD.new_empty(len(x_TD), self.spec.channels)
-            run(self.core, rows_TC, batch, layer, out_TC)
-        on_written()
-        return self.out_proj(out_TC.mul_(C_TC))
+        gated_TC = x_TD.new_empty(len(x_TD), self.spec.channels)
+
+        def fold(batch: Batch) -> None:
+            if rows_TC.is_cpu:
+                parts = begin(batch, layer)
+                out_TC, states = self.core.conv.walk(rows_TC, parts)
+                for part, kept in zip(parts, states, strict=True):
+                    part.hold([(rows_WC,) for rows_WC in kept])
+            else:
+                out_TC = rows_TC.new_empty(rows_TC.shape)
+                run(self.core, rows_TC, batch, layer, out_TC)
+            on_written(batch)
+            torch.mul(out_TC, C_TC, out=gated_TC)
+
+        rows.each_time(fold)
+        return self.out_proj(gated_TC)

@@ -6,6 +6,7 @@ chance and must not matter to the result.
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
@@ -29,6 +30,7 @@ from prfaas.engine.native.code import (
     Value,
 )
 from prfaas.engine.native.machine import machine_code
+from prfaas.engine.native.tape import Call
 
 Argument = Literal["int", "float", "int8*", "bfloat16*", "float16*", "float32*", "int64*"]
 ELEMENTS: dict[str, ir.Type] = {
@@ -39,6 +41,24 @@ ELEMENTS: dict[str, ir.Type] = {
     "int64*": I64,
 }
 _compiling = Lock()
+
+
+class _Listening(threading.local):
+    to: Callable[[Call], None] | None = None
+
+
+_listening = _Listening()
+
+
+@contextmanager
+def listening(listener: Callable[[Call], None] | None) -> Iterator[None]:
+    """Tell `listener`, or nobody, of each call that this thread makes, before it is made."""
+    before = _listening.to
+    _listening.to = listener
+    try:
+        yield
+    finally:
+        _listening.to = before
 
 
 class Task:
@@ -143,7 +163,9 @@ class Kernel:
         self._pack = struct.Struct(
             "".join(codes.get(kind, "q") for kind in arguments.values())
         ).pack
+        self._pointers = [index for index, kind in enumerate(arguments.values()) if "*" in kind]
         self._run: Callable[[bytes, int], None] | None = None
+        self._entry = 0
         self._engine: Any = None
 
     def __call__(self, *values: float, threads: int | None = None) -> None:
@@ -161,7 +183,11 @@ class Kernel:
             threads = torch.get_num_threads()
         if threads > pool.asked_for():
             pool.grow(threads)
-        run(self._pack(*values), threads)
+        packed = self._pack(*values)
+        if _listening.to is not None:
+            addresses = tuple(int(values[index]) for index in self._pointers)
+            _listening.to(Call(self._entry, packed, threads, addresses))
+        run(packed, threads)
 
     def compile(self) -> Callable[[bytes, int], None]:
         """Make the machine code, once; raises as the first call does."""
@@ -169,8 +195,8 @@ class Kernel:
             if self._run is None:
                 pool.begin()
                 self._engine = machine_code(self.llvm_ir())
-                address = self._engine.get_function_address(self.name)
-                self._run = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64)(address)
+                self._entry = self._engine.get_function_address(self.name)
+                self._run = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64)(self._entry)
             return self._run
 
     def llvm_ir(self) -> str:

@@ -3,7 +3,7 @@
 Shapes: T rows, R width of a projected row, D model dim.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prfaas.engine.batch import Batch, Segment
+from prfaas.engine.batch import Batch, OnWritten, Rows, Segment
 from prfaas.engine.linear import Linear, Packing, pack
 from prfaas.engine.mixer_spec import MixerSpec
 from prfaas.engine.recurrence import Recurrence
@@ -22,9 +22,7 @@ PACKING: Packing = "fma-f32"
 
 
 class Mixer(Protocol):
-    def __call__(
-        self, x_TD: Tensor, batch: Batch, layer: int, on_written: Callable[[], None]
-    ) -> Tensor: ...
+    def __call__(self, x_TD: Tensor, rows: Rows, layer: int, on_written: OnWritten) -> Tensor: ...
 
 
 def linear(num_outputs: int, num_inputs: int, generator: torch.Generator) -> Linear:
@@ -78,9 +76,9 @@ def mix(
     for kv, _ in parts:
         kv.begin_forward(wanted)
     batch = Batch(segments)
-    written: list[bool] = []
-    out_TD = mixer(torch.cat([x_TD for _, x_TD in parts]), batch, 0, lambda: written.append(True))
-    assert written == [True]
+    written: list[Batch] = []
+    out_TD = mixer(torch.cat([x_TD for _, x_TD in parts]), Rows(batch), 0, written.append)
+    assert written == [batch]
     for kv, x_TD in parts:
         kv.num_tokens += len(x_TD)
     return [out_TD[rows] for rows, _ in batch.parts]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prfaas.engine.batch import Batch, Segment
+from prfaas.engine.batch import Batch, Rows, Segment
 from prfaas.engine.layers.gqa import GqaMixer
 from prfaas.engine.layers.mamba2 import Mamba2Mixer
 from prfaas.engine.layers.parallel import ParallelMixer
@@ -134,7 +134,11 @@ def test_states_and_keys_are_in_place_when_it_says_so() -> None:
 
     kv.begin_forward(())
     batch = Batch([Segment(kv=kv, tokens=[0] * 20, num_logits=0)])
-    mixer(random_rows(20), batch, 0, lambda: seen.append((kv.state_of(0).holds(20), kv_bytes())))
+
+    def on_written(_: Batch) -> None:
+        seen.append((kv.state_of(0).holds(20), kv_bytes()))
+
+    mixer(random_rows(20), Rows(batch), 0, on_written)
     assert seen == [(True, kv_bytes())]
 
 

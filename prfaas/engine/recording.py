@@ -1,0 +1,149 @@
+"""Forwards of few rows that are run from a recording of their layers.
+
+A decode step of a small model would spend a third of its time in Python between kernels. What its
+layers compute is the same from step to step, but for whose rows they are: it is recorded once for a
+number of rows (`recorder.py`), and run for all sequences and positions. The bits are the same.
+
+Shapes: T rows, D model dim.
+"""
+
+import gc
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, ModuleType
+
+import torch
+from torch import Tensor
+
+from prfaas.engine.batch import Batch, Rows
+from prfaas.engine.recorder import Memory, NotRecordableError, Recorder, Step
+from prfaas.log import get_logger
+
+MAX_ROWS = 32
+"""With more, kernels take most of the time."""
+MAX_BYTES = 64 << 20
+"""Of all recordings of a model."""
+NUM_PLAIN = 2
+"""Forwards of a number of rows before one is recorded; to record takes about three times as long."""
+
+Layers = Callable[[Tensor, Rows], None]
+"""Takes the residual stream through all layers, in place."""
+
+
+class Recordings:
+    """The recordings of one model's layers, for different numbers of rows. One thread at a time.
+
+    Attributes:
+        num_recorded: forwards that were recorded.
+        num_run: forwards that were run from a recording.
+    """
+
+    def __init__(self, held: object, *, max_bytes: int = MAX_BYTES) -> None:
+        """Begin without any.
+
+        Args:
+            held: what holds the tensors that layers compute with, for as long as this is used.
+            max_bytes: of all of them; those used longest ago go first.
+        """
+        self.num_recorded = self.num_run = 0
+        self._held = held
+        self._max_bytes = max_bytes
+        self._regions: list[tuple[int, int]] | None = None
+        self._num_threads = 0
+        self._recordings: OrderedDict[int, _Recording] = OrderedDict()
+        self._num_plain: Counter[int] = Counter()
+        self._refused: set[int] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all recordings."""
+        return sum(recording.nbytes for recording in self._recordings.values())
+
+    def clear(self) -> None:
+        """Forget all recordings, and what could not be recorded."""
+        self._recordings.clear()
+        self._num_plain.clear()
+        self._refused.clear()
+
+    def run(self, x_TD: Tensor, batch: Batch, layers: Layers) -> Tensor:
+        """Return the stream after the layers; it is void at the next call, and `x_TD` after this."""
+        num_rows = len(x_TD)
+        if not x_TD.is_cpu or num_rows > MAX_ROWS:
+            layers(x_TD, Rows(batch))
+            return x_TD
+        if self._num_threads != torch.get_num_threads():
+            self.clear()  # calls say how many threads share them
+            self._num_threads = torch.get_num_threads()
+        if (recording := self._recordings.get(num_rows)) is not None:
+            self._recordings.move_to_end(num_rows)
+            self.num_run += 1
+            return recording.run(x_TD, batch)
+        if num_rows in self._refused or self._num_plain[num_rows] < NUM_PLAIN:
+            self._num_plain[num_rows] += 1
+            layers(x_TD, Rows(batch))
+            return x_TD
+        return self._record(x_TD, batch, layers)
+
+    def _record(self, x_TD: Tensor, batch: Batch, layers: Layers) -> Tensor:
+        if self._regions is None:
+            self._regions = _regions(self._held)
+        num_rows = len(x_TD)
+        memory = Memory(self._regions, self._max_bytes)
+        recorder, own_TD = Recorder(memory), x_TD
+        try:
+            own_TD = memory.empty(x_TD.shape, x_TD.stride(), x_TD.dtype).copy_(x_TD)
+        except NotRecordableError as error:
+            recorder.fail(str(error))
+        try:
+            with recorder.recording():
+                layers(own_TD, Rows(batch))
+            steps, num_bytes = recorder.steps()
+        except NotRecordableError as error:
+            self._refused.add(num_rows)
+            get_logger().info("recording.refused", rows=num_rows, reason=str(error))
+            return own_TD
+        self.num_recorded += 1
+        self._num_plain[num_rows] = 0
+        while self._recordings and self.nbytes + num_bytes > self._max_bytes:
+            self._recordings.popitem(last=False)
+        self._recordings[num_rows] = _Recording(own_TD, steps, memory, num_bytes)
+        return own_TD
+
+
+class _Recording:
+    def __init__(self, x_TD: Tensor, steps: Sequence[Step], memory: Memory, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._memory = memory  # what the steps' kernels read and write
+        self._x_TD = x_TD
+        self._steps = tuple(steps)
+
+    def run(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        """Return the stream; an error of a step passes, and the recording can be run again."""
+        self._x_TD.copy_(x_TD)
+        for step in self._steps:
+            step(batch)
+        return self._x_TD
+
+
+def _regions(held: object) -> list[tuple[int, int]]:
+    """Return start and end of the memory of all tensors that can be reached, ascending."""
+    storages = (tensor.untyped_storage() for tensor in _tensors(held))
+    found = ((storage.data_ptr(), storage.nbytes()) for storage in storages)
+    return sorted({(start, start + num_bytes) for start, num_bytes in found if num_bytes})
+
+
+def _tensors(held: object) -> Iterator[Tensor]:
+    seen: set[int] = set()
+    found: list[object] = [held]
+    while found:
+        thing = found.pop()
+        if id(thing) in seen or isinstance(thing, type | ModuleType | str | int | float):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            if thing.is_cpu:
+                yield thing
+        elif isinstance(thing, FunctionType):  # not what its module knows besides
+            found += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__]
+        else:
+            found += gc.get_referents(thing)
