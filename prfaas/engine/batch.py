@@ -92,37 +92,36 @@ class Batch:
 class Rows:
     """A forward's rows as its layers see them: not whose they are, nor where they stand.
 
-    What a layer computes may be recorded and run again for other sequences and positions. So all that
+    What a layer computes may be recorded, and run for other sequences and positions. So all that
     depends on these is in `each_time`, and a layer cannot know of them elsewhere.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch | None, num_rows: int | None = None) -> None:
+        """Show the batch's rows; or, while they are recorded, so many of nobody's."""
         self._batch = batch
+        self._num_rows = num_rows
         self._turns: dict[RopeTable, Tensor] = {}
 
-    def each_time(self, step: Callable[[Batch], None]) -> None:
-        """Call `step` with the batch: now and, if this is recorded, with that of each later time.
+    def each_time(self, step: Callable[[Batch], object]) -> None:
+        """Call `step` with the batch: now, or whenever what is being recorded is run.
 
         It gets at what was computed before by the tensors that it holds, and hands on what it
-        computes by writing to them; it returns nothing, and leaves no other trace.
+        computes by writing to them.
         """
-        batch = self._batch
-        if (recorder := current()) is None:
-            step(batch)
+        if self._batch is not None:
+            step(self._batch)
         else:
-            recorder.each_time(step, lambda: step(batch))
+            recorder = current()
+            assert recorder is not None
+            recorder.each_time(step)
 
     def rope(self, table: RopeTable) -> Tensor:
         """Return the table's turn of every row, complex [T, 1, K / 2]."""
-        if current() is None:
+        if self._batch is not None:
             return self._batch.rope(table)
         if table not in self._turns:
-            num_rows = len(self._batch.tokens_T)
-            turns_T1K = torch.empty(num_rows, 1, table.num_pairs, dtype=torch.complex64)
-            self._turns[table] = turns_T1K
-            self.each_time(lambda batch: _copy(turns_T1K, batch.rope(table)))
+            assert self._num_rows is not None
+            turns_T1C = torch.empty(self._num_rows, 1, table.num_pairs, dtype=torch.complex64)
+            self._turns[table] = turns_T1C
+            self.each_time(lambda batch: turns_T1C.copy_(batch.rope(table)))
         return self._turns[table]
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)

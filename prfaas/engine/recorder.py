@@ -1,23 +1,25 @@
 """Takes down what a forward computes that neither its tokens nor their sequences decide.
 
-While a recorder listens, the forward runs as ever. Kernel calls, and the operations of torch that are
-not views, are put on a list in their order, each of which reads and writes memory that stays. What
-depends on sequences, positions or values is given to `each_time`, and is called at its place whenever
-the list is run.
+While a recorder listens, a forward goes through its layers and nothing is computed: kernel calls, and
+those operations of torch that are not views, are put on a list in their order, each of which reads and
+writes memory that stays. What depends on sequences, positions or values is given to `each_time`, and
+is on the list, too. Nothing of it can get into the rest, as it has not been called when that is made.
+Then the list is run: for this forward and for later ones.
 
-A recorder would rather fail than be wrong, and then the forward has run plainly: every address that a
-recorded call takes must be in memory of the recorder's own or in a tensor that the layers hold; a
-value must not leave a tensor, and an operation must be the same function of its inputs each time.
+A recorder would rather fail than be wrong: every address that a recorded call takes must be in memory
+of the recorder's own or in a tensor that the layers hold; a value must not leave a tensor, and an
+operation must be the same function of its inputs each time.
 
-Memory is used again as it was in the forward: a tensor that is gone leaves its room to a later one,
-which the list fills later, too; what `each_time` holds is not gone.
+Memory is used again as it would be in the forward: a tensor that is gone leaves its room to a later
+one, which the list fills later, too; what `each_time` holds is not gone.
 """
 
 import threading
 import weakref
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,7 +70,7 @@ CHANGING = (
 )
 
 Bytes = NDArray[np.uint8]
-Step = Callable[["Batch"], None]
+Step = Callable[["Batch"], object]
 """What is called with the batch of the time."""
 
 
@@ -129,11 +131,13 @@ class Memory:
         insort(self._own, (buffer.ctypes.data, buffer.ctypes.data + num_bytes))
         return buffer
 
+    def owns(self, start: int, num_bytes: int = 1) -> bool:
+        """Return whether bytes are the recording's own."""
+        return _covers(self._own, start, start + num_bytes)
+
     def has(self, start: int, num_bytes: int = 1) -> bool:
         """Return whether bytes lie where they will lie as long as the recording is there."""
-        return any(
-            _covers(regions, start, start + num_bytes) for regions in (self._own, self._held)
-        )
+        return self.owns(start, num_bytes) or _covers(self._held, start, start + num_bytes)
 
     def end(self) -> None:
         """Let nothing be used again."""
@@ -147,64 +151,56 @@ def _covers(regions: Sequence[tuple[int, int]], start: int, end: int) -> bool:
 
 
 class Recorder:
-    """Records what the thread that enters `recording` does."""
+    """Records what the thread that enters `recording` would compute.
+
+    Attributes:
+        memory: where it will be computed.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._failure: str | None = None
         self._steps: list[Step] = []
         self._calls: list[Call] = []
         self._num_bytes = 0
-        self._is_static = True
+        self._named: list[tuple[CellType, object]] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the block; an exception passes, and leaves nothing to use."""
+        """Record the block, of which nothing is computed; raises NotRecordableError inside of it."""
         before, _current.recorder = _current.recorder, self
         try:
-            with _Functions(self), _Operations(self), listening(self._take_call):
+            with _Functions(), _Operations(self), listening(self._take_call):
                 yield
             self._end_tape()
+            if any(cell.cell_contents is not thing for cell, thing in self._named):
+                raise NotRecordableError("a name that `each_time` uses got another value later")
         finally:
             _current.recorder = before
             self.memory.end()
 
-    def steps(self) -> tuple[list[Step], int]:
-        """Return what was recorded, and its bytes; raises NotRecordableError."""
-        if self._failure is not None:
-            raise NotRecordableError(self._failure)
-        return self._steps, self.memory.nbytes + self._num_bytes
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What was recorded."""
+        return tuple(self._steps)
 
-    def is_listening(self) -> bool:
-        """Return whether what is computed now is to be recorded."""
-        return self._is_static and self._failure is None
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what was recorded, and of its memory."""
+        return self.memory.nbytes + self._num_bytes
 
-    def fail(self, reason: str) -> None:
-        """Record no more."""
-        self._failure = self._failure or reason
-
-    def each_time(self, step: Step, now: Callable[[], None]) -> None:
-        """Call `now`, and `step` at this place whenever the recording is run."""
+    def each_time(self, step: Step) -> None:
+        """Have `step` called at this place; what its names mean now, they must mean at the end."""
+        self._named += _named(step)
         self.take_step(step)
-        self._is_static = False
-        _current.recorder = None
-        try:
-            with listening(None):
-                now()
-        finally:
-            _current.recorder = self
-            self._is_static = True
 
     def take_step(self, step: Step) -> None:
-        """Have `step` called at this place."""
+        """Have a step called at this place whose names nobody else has."""
         self._end_tape()
         self._steps.append(step)
 
     def _take_call(self, call: Call) -> None:
-        if not self.is_listening():
-            return
         if not all(address == 0 or self.memory.has(address) for address in call.addresses):
-            self.fail("a kernel takes memory that is neither the recording's nor the layers'")
+            raise NotRecordableError("a kernel takes memory that may be gone, or another's")
         self._calls.append(call)
 
     def _end_tape(self) -> None:
@@ -213,14 +209,6 @@ class Recorder:
             self._num_bytes += tape.nbytes
             self._calls = []
             self._steps.append(lambda _: tape.run())
-
-    def require_known(self, tensors: Iterable[Tensor]) -> None:
-        """Raise NotRecordableError if one of them may be gone, or another, next time."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            num_bytes = storage.nbytes()
-            if num_bytes and not self.memory.has(storage.data_ptr(), num_bytes):
-                raise NotRecordableError("a tensor is neither the recording's nor the layers'")
 
 
 class _Current(threading.local):
@@ -231,38 +219,36 @@ _current = _Current()
 
 
 def current() -> Recorder | None:
-    """Return what records this thread now; None inside of `each_time`."""
+    """Return what records this thread now."""
     return _current.recorder
 
 
-def by_value(step: Callable[[], None]) -> None:
-    """Call `step`, which may look at the values of tensors; if this is recorded, each time."""
+def by_value(step: Callable[[], object]) -> None:
+    """Call `step`, which may look at the values of tensors: now, or whenever a recording is run."""
     if (recorder := _current.recorder) is None:
         step()
     else:
-        recorder.each_time(lambda _: step(), step)
+        recorder.each_time(lambda _: step())
+
+
+def _named(thing: object) -> Iterator[tuple[CellType, object]]:
+    """Yield the names that a function uses of those around it, and their values."""
+    if isinstance(thing, FunctionType):
+        for cell in thing.__closure__ or ():
+            yield cell, cell.cell_contents
+            yield from _named(cell.cell_contents)
 
 
 class _Functions(TorchFunctionMode):
-    """Watches that no value leaves a tensor."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
+    """Sees to it that no value leaves a tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._recorder.is_listening() and func.__name__ not in FACTS:
+        if func.__name__ not in FACTS:
             parts = result if isinstance(result, tuple | list) else (result,)
             if not all(part is None or isinstance(part, Tensor) for part in parts):
-                self._recorder.fail(f"{func.__name__} gives what may depend on a tensor's values")
+                raise NotRecordableError(f"{func.__name__} gives what may depend on values")
         return result
-
-
-def _require_function(func: Any) -> None:
-    """Raise NotRecordableError unless the operation is the same function of its inputs each time."""
-    if any(tag in func.tags for tag in CHANGING):
-        raise NotRecordableError(f"{func} depends on values, or on chance")
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -271,46 +257,42 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
+        self._memory = recorder.memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = None
-        if self._recorder.is_listening():
-            try:
-                inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-                _require_function(func)
-                self._recorder.require_known(inputs)
-                if func._schema.is_mutable:  # noqa: SLF001  # there is no public name
-                    return self._changed(func, args, kwargs, inputs)
-                result = func(*args, **kwargs)
-                return self._placed(func, args, kwargs, inputs, result)
-            except NotRecordableError as error:
-                self._recorder.fail(str(error))
-        return func(*args, **kwargs) if result is None else result
+        if any(tag in func.tags for tag in CHANGING):
+            raise NotRecordableError(f"{func} depends on values, or on chance")
+        inputs = _tensors((args, kwargs))
+        for tensor in inputs:
+            if not _lies_in(self._memory.has, tensor):
+                raise NotRecordableError(f"{func} takes memory that may be gone, or another's")
+        # On what happens to be in the memory: only the shapes are wanted.
+        if func._schema.is_mutable:  # noqa: SLF001  # there is no public name
+            self._require_own(_written(func, args, kwargs))
+            result = func(*args, **kwargs)
+            self._recorder.take_step(lambda _: func(*args, **kwargs))
+            self._require_own(_tensors(result))
+            return result
+        return self._placed(func, args, kwargs, inputs, func(*args, **kwargs))
 
-    def _changed(self, func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> Any:
-        result = func(*args, **kwargs)
-        self._recorder.take_step(lambda _: func(*args, **kwargs))
-        try:
-            self._recorder.require_known(inputs)
-        except NotRecordableError as error:  # another memory than before
-            self._recorder.fail(str(error))
-        return result
+    def _require_own(self, tensors: Sequence[Tensor]) -> None:
+        if not all(_lies_in(self._memory.owns, tensor) for tensor in tensors):
+            raise NotRecordableError("what is written is not the recording's own")
 
     def _placed(
         self, func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor], result: Any
     ) -> Any:
         """Return the result where it is to lie; a view stays as it is."""
-        outs = list(result) if isinstance(result, tuple | list) else [result]
+        is_one = isinstance(result, Tensor)
+        outs = [result] if is_one else list(result)
         if not all(isinstance(out, Tensor) and out.is_cpu for out in outs):
             raise NotRecordableError(f"{func} does not give a CPU's tensors")
         seen = {x.untyped_storage().data_ptr() for x in inputs}
         if all(out.untyped_storage().data_ptr() in seen for out in outs):
             return result
-        memory = self._recorder.memory
-        placed = [memory.empty(out.shape, out.stride(), out.dtype) for out in outs]
+        placed = [self._memory.empty(out.shape, out.stride(), out.dtype) for out in outs]
         if func not in EMPTY:
-            is_one = isinstance(result, Tensor)
 
             def compute(_: object) -> None:
                 again = func(*args, **kwargs)
@@ -318,6 +300,23 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     out.copy_(value)
 
             self._recorder.take_step(compute)
-            for out, value in zip(placed, outs, strict=True):
-                out.copy_(value)
-        return placed[0] if isinstance(result, Tensor) else type(result)(placed)
+        return placed[0] if is_one else type(result)(placed)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _lies_in(holds: Callable[[int, int], bool], tensor: Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return not storage.nbytes() or holds(storage.data_ptr(), storage.nbytes())
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the arguments that an operation writes to."""
+    names = func._schema.arguments  # noqa: SLF001
+    values = [
+        *zip(names, args, strict=False),
+        *((n, kwargs[n.name]) for n in names if n.name in kwargs),
+    ]
+    return _tensors([value for name, value in values if name.is_write])

@@ -9,14 +9,14 @@ Shapes: T rows, D model dim.
 
 import gc
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 
 import torch
 from torch import Tensor
 
 from prfaas.engine.batch import Batch, Rows
-from prfaas.engine.recorder import Memory, NotRecordableError, Recorder, Step
+from prfaas.engine.recorder import Memory, Recorder
 from prfaas.log import get_logger
 
 MAX_ROWS = 32
@@ -24,9 +24,9 @@ MAX_ROWS = 32
 MAX_BYTES = 64 << 20
 """Of all recordings of a model."""
 NUM_PLAIN = 2
-"""Forwards of a number of rows before one is recorded; to record takes about three times as long."""
+"""Forwards of a number of rows before they are recorded, which takes about as long as one."""
 
-Layers = Callable[[Tensor, Rows], None]
+Layers = Callable[[Tensor, Rows], object]
 """Takes the residual stream through all layers, in place."""
 
 
@@ -34,7 +34,7 @@ class Recordings:
     """The recordings of one model's layers, for different numbers of rows. One thread at a time.
 
     Attributes:
-        num_recorded: forwards that were recorded.
+        num_recorded: recordings that were made.
         num_run: forwards that were run from a recording.
     """
 
@@ -85,37 +85,39 @@ class Recordings:
         return self._record(x_TD, batch, layers)
 
     def _record(self, x_TD: Tensor, batch: Batch, layers: Layers) -> Tensor:
-        if self._regions is None:
-            self._regions = _regions(self._held)
         num_rows = len(x_TD)
-        memory = Memory(self._regions, self._max_bytes)
-        recorder, own_TD = Recorder(memory), x_TD
         try:
-            own_TD = memory.empty(x_TD.shape, x_TD.stride(), x_TD.dtype).copy_(x_TD)
-        except NotRecordableError as error:
-            recorder.fail(str(error))
-        try:
-            with recorder.recording():
-                layers(own_TD, Rows(batch))
-            steps, num_bytes = recorder.steps()
-        except NotRecordableError as error:
+            recording = self._recorded(x_TD, layers)
+        except Exception as error:  # noqa: BLE001  # a fault of the layers shows in the plain run
             self._refused.add(num_rows)
             get_logger().info("recording.refused", rows=num_rows, reason=str(error))
-            return own_TD
+            layers(x_TD, Rows(batch))
+            return x_TD
         self.num_recorded += 1
         self._num_plain[num_rows] = 0
-        while self._recordings and self.nbytes + num_bytes > self._max_bytes:
+        while self._recordings and self.nbytes + recording.nbytes > self._max_bytes:
             self._recordings.popitem(last=False)
-        self._recordings[num_rows] = _Recording(own_TD, steps, memory, num_bytes)
-        return own_TD
+        self._recordings[num_rows] = recording
+        self.num_run += 1
+        return recording.run(x_TD, batch)
+
+    def _recorded(self, x_TD: Tensor, layers: Layers) -> "_Recording":
+        """Return the recording; raises what keeps it from being made."""
+        if self._regions is None:
+            self._regions = _regions(self._held)
+        recorder = Recorder(Memory(self._regions, self._max_bytes))
+        own_TD = recorder.memory.empty(x_TD.shape, x_TD.stride(), x_TD.dtype)
+        with recorder.recording():
+            layers(own_TD, Rows(None, len(x_TD)))
+        return _Recording(own_TD, recorder)
 
 
 class _Recording:
-    def __init__(self, x_TD: Tensor, steps: Sequence[Step], memory: Memory, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._memory = memory  # what the steps' kernels read and write
+    def __init__(self, x_TD: Tensor, recorder: Recorder) -> None:
+        self.nbytes = recorder.nbytes
         self._x_TD = x_TD
-        self._steps = tuple(steps)
+        self._steps = recorder.steps
+        self._memory = recorder.memory  # what the steps' kernels read and write
 
     def run(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """Return the stream; an error of a step passes, and the recording can be run again."""

@@ -51,8 +51,8 @@ _listening = _Listening()
 
 
 @contextmanager
-def listening(listener: Callable[[Call], None] | None) -> Iterator[None]:
-    """Tell `listener`, or nobody, of each call that this thread makes, before it is made."""
+def listening(listener: Callable[[Call], None]) -> Iterator[None]:
+    """Give each call that this thread makes to `listener`, instead of making it."""
     before = _listening.to
     _listening.to = listener
     try:
@@ -187,7 +187,8 @@ class Kernel:
         if _listening.to is not None:
             addresses = tuple(int(values[index]) for index in self._pointers)
             _listening.to(Call(self._entry, packed, threads, addresses))
-        run(packed, threads)
+        else:
+            run(packed, threads)
 
     def compile(self) -> Callable[[bytes, int], None]:
         """Make the machine code, once; raises as the first call does."""
