@@ -214,6 +214,8 @@ class PdCluster:
             return (computed_s if computed_s > arrived_s else arrived_s) + peer.trip_s  # noqa: FURB136
 
         def prefill_s(hit_tokens: int) -> float:
+            if not near and not wide:
+                return inf
             has_wide = threshold is None or wanted.num_tokens - hit_tokens > threshold
             num_bytes, _ = wanted.sizes(hit_tokens)
             if has_wide not in best_of:  # by bytes for this hit; those for others change little

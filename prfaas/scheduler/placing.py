@@ -87,6 +87,7 @@ class Wanted:
     _sizes: dict[int, tuple[int, int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _jobs: dict[float, Job] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Bound the hits. Raises ValueError for an empty prompt."""
@@ -101,13 +102,16 @@ class Wanted:
         return self.known_hits.get(node, 0)
 
     def job(self, guess: Assumed) -> Job:
-        """Return what the request brings to its decoder, but for the prefill."""
+        """Return what the request brings to its decoder, but for the prefill; worked out once for each guess."""
         tokens = guess.output_tokens
         if self.max_tokens is not None and self.max_tokens < tokens:
             tokens = float(self.max_tokens)
-        output_tokens = self.num_sequences * tokens
-        num_bytes = self.kv_bytes(self.num_tokens + round(output_tokens), 0)
-        return Job(0, self.num_sequences, output_tokens, num_bytes)
+        job = self._jobs.get(tokens)
+        if job is None:
+            output_tokens = self.num_sequences * tokens
+            num_bytes = self.kv_bytes(self.num_tokens + round(output_tokens), 0)
+            job = self._jobs[tokens] = Job(0, self.num_sequences, output_tokens, num_bytes)
+        return job
 
     def sizes(self, held_tokens: int) -> tuple[int, int]:
         """Return the bytes that lack for who holds so many tokens, and their tail; worked out once for each."""

@@ -76,6 +76,10 @@ class Load:
         self._there: dict[str, Job] = {}
         self._num_there = self._num_late = 0
         """Sequences of ours."""
+        self._late_tokens = self._late_bytes = 0
+        """What those on the way bring."""
+        self.num_queued = 0
+        """Prompts of ours that wait for their prefill there or on the way, or are in it."""
         self._output_tokens = 0.0
         """That are expected of ours, there and on the way."""
         self.num_active = 0
@@ -86,12 +90,6 @@ class Load:
         """Of KV that there is room for; inf is unknown."""
         self.price: Price | None = None
         """What all this costs, kept by whoever worked it out until the load changes."""
-
-    @property
-    def num_queued(self) -> int:
-        """Return how many prompts of ours wait for their prefill there, or are in it."""
-        on_the_way = sum(job.num_tokens > 0 for _, job in self._on_the_way.values())
-        return on_the_way + sum(job.num_tokens > 0 for job in self._there.values())
 
     @property
     def inflight(self) -> set[str]:
@@ -118,7 +116,7 @@ class Load:
         ]
         for request_id in arrived:
             job = self._there[request_id] = self._on_the_way.pop(request_id)[1]
-            self._num_late -= job.num_sequences
+            self._count_late(job, -1)
             self._num_there += job.num_sequences
         self._reported_active, self._reported_tokens = num_active, queue_tokens
         self._reported_free_bytes = free_bytes
@@ -129,7 +127,8 @@ class Load:
         assert request_id not in self._on_the_way, f"{request_id} is on the way"
         assert request_id not in self._there, f"{request_id} is there"
         self._on_the_way[request_id] = now_s, job
-        self._num_late += job.num_sequences
+        self._count_late(job, 1)
+        self.num_queued += job.num_tokens > 0
         self._output_tokens += job.output_tokens
         self._add_up()
 
@@ -137,23 +136,26 @@ class Load:
         """Take note that the request's prefill is done."""
         if request_id in self._on_the_way:
             sent_s, job = self._on_the_way[request_id]
+            self._late_tokens -= job.num_tokens
             self._on_the_way[request_id] = sent_s, job._replace(num_tokens=0)
         else:
             job = self._there[request_id]
             self._reported_tokens = max(0, self._reported_tokens - job.num_tokens)
             self._there[request_id] = job._replace(num_tokens=0)
+        self.num_queued -= job.num_tokens > 0
         self._add_up()
 
     def ended(self, request_id: str) -> None:
         """Take a request out of the counts."""
         if request_id in self._on_the_way:
             _, job = self._on_the_way.pop(request_id)
-            self._num_late -= job.num_sequences
+            self._count_late(job, -1)
         else:
             job = self._there.pop(request_id)
             self._num_there -= job.num_sequences
             self._reported_tokens = max(0, self._reported_tokens - job.num_tokens)
             self._reported_active = max(0, self._reported_active - job.num_sequences)
+        self.num_queued -= job.num_tokens > 0
         self._output_tokens -= job.output_tokens
         self._add_up()
 
@@ -163,6 +165,9 @@ class Load:
         assert min(self._reported_active, self._reported_tokens) >= 0
         late = [job for _, job in self._on_the_way.values()]
         assert self._num_late == sum(job.num_sequences for job in late)
+        assert self._late_tokens == sum(job.num_tokens for job in late)
+        assert self._late_bytes == sum(job.num_bytes for job in late)
+        assert self.num_queued == sum(job.num_tokens > 0 for job in (*late, *self._there.values()))
         assert self._num_there == sum(job.num_sequences for job in self._there.values())
         outputs = [job.output_tokens for job in (*late, *self._there.values())]
         assert isclose(self._output_tokens, sum(outputs), rel_tol=1e-6, abs_tol=1e-3)
@@ -174,7 +179,11 @@ class Load:
     def _add_up(self) -> None:
         # A report may lack a request of ours that just ended there; it is ours until we know.
         self.num_active = max(self._reported_active, self._num_there) + self._num_late
-        late = self._on_the_way.values()
-        self.queue_tokens = self._reported_tokens + sum(job.num_tokens for _, job in late)
-        self.free_bytes = self._reported_free_bytes - sum(job.num_bytes for _, job in late)
+        self.queue_tokens = self._reported_tokens + self._late_tokens
+        self.free_bytes = self._reported_free_bytes - self._late_bytes
         self.price = None
+
+    def _count_late(self, job: Job, sign: int) -> None:
+        self._num_late += sign * job.num_sequences
+        self._late_tokens += sign * job.num_tokens
+        self._late_bytes += sign * job.num_bytes

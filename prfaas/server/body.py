@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 
+import msgspec
 from aiohttp import web
 from aiohttp.web_exceptions import HTTPRequestEntityTooLarge
 
@@ -13,6 +14,7 @@ JSON_TYPES = frozenset({"application/json", "application/octet-stream"})
 """The second is what a missing Content-Type counts as: it is read as JSON."""
 CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})
 
+_DECODER = msgspec.json.Decoder()
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -78,6 +80,17 @@ def parse_object(body: bytes) -> dict[str, object]:
     NaN, infinities and unpaired surrogates, which Python would let pass, are refused too.
     """
     try:
+        value = _DECODER.decode(body)
+    except (msgspec.DecodeError, RecursionError):  # Python's words for it are better ones
+        value = _parse_slowly(body)
+    if not isinstance(value, dict):
+        raise BadRequest(f"the body must be a JSON object, not {_kind(value)}")
+    return value
+
+
+def _parse_slowly(body: bytes) -> object:
+    """Do the same by Python's own parser, ten times as slow, that says where a fault is."""
+    try:
         value = json.loads(body.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise BadRequest(f"the body is not UTF-8: byte {error.start}") from None
@@ -85,8 +98,6 @@ def parse_object(body: bytes) -> dict[str, object]:
         raise BadRequest("the body is not usable JSON: nested too deeply") from None
     except ValueError as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise BadRequest(f"the body must be a JSON object, not {_kind(value)}")
     if _SURROGATE_ESCAPE.search(body):
         _refuse_surrogates(value)
     return value

@@ -154,12 +154,13 @@ class FleetDriver:
     @property
     def is_ready(self) -> tuple[bool, str]:
         """(False, why) while no node can decode, and none may soon: then requests are not let in."""
-        pd = [node for node in self.fleet.members(self._clock()) if node.heartbeat.role == "pd"]
-        if not pd:
-            return False, "no pd node has joined"
-        if all(node.heartbeat.is_draining for node in pd):
-            return False, f"all of {len(pd)} pd nodes drain"
-        return True, ""
+        num_pd = 0
+        for said in self._said.values():
+            if said.heartbeat.role == "pd":
+                if not said.heartbeat.is_draining:
+                    return True, ""
+                num_pd += 1
+        return False, f"all of {num_pd} pd nodes drain" if num_pd else "no pd node has joined"
 
     async def until_change(self, seconds: float) -> None:
         """Return when a node has come or is back, or after so long; counted as a request that waits."""

@@ -196,11 +196,14 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
-        self._prompt_tokens = Counter(
+        prompt_tokens = Counter(
             "prfaas_prompt_tokens_total",
             "Prompt tokens, by where their KV came from.",
             ["source"],
             registry=registry,
+        )
+        self._tokens_reused, self._tokens_local, self._tokens_remote = (
+            prompt_tokens.labels(source) for source in ("reused", "local", "remote")
         )
         self._completion_tokens = Counter(
             "prfaas_completion_tokens_total", "Tokens drawn.", registry=registry
@@ -303,9 +306,9 @@ class Metrics:
         if record.node is not None:
             self._placements.labels(self._node_reasons.value(record.node_reason or OTHER)).inc()
             self._retries.inc(record.retries)
-        self._prompt_tokens.labels("reused").inc(record.tokens_reused)
-        self._prompt_tokens.labels("local").inc(record.tokens_local)
-        self._prompt_tokens.labels("remote").inc(record.tokens_remote)
+        self._tokens_reused.inc(record.tokens_reused)
+        self._tokens_local.inc(record.tokens_local)
+        self._tokens_remote.inc(record.tokens_remote)
         self._completion_tokens.inc(record.completion_tokens)
 
     def record_token_gap(self, gap_s: float) -> None:

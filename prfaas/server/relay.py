@@ -278,7 +278,9 @@ class Relay:
             self._asked_id = f"{self._request.request_id}.{retries}"
         asked = GenerateRequest(
             identity=said.identity,
-            request=replace(self._request, request_id=self._asked_id),
+            request=self._request
+            if not retries
+            else replace(self._request, request_id=self._asked_id),
             drawn_tokens=self._generation.drawn_tokens if self._generation.has_drawn else (),
             ended_choices=tuple(
                 choice for choice in range(self._request.num_choices) if choice not in self._open
@@ -349,7 +351,8 @@ class Relay:
         )
         self._has_answered, self._numerics = True, numerics
         holders = {node, record.peer} if record.route == "remote" and record.peer else {node}
-        self._spawn(self._driver.expect(holders, self._request, self._keys))
+        if any(self._keys.values()):  # else not a block of it is whole
+            self._spawn(self._driver.expect(holders, self._request, self._keys))
 
     def _take_token(self, event: TokenEvent) -> None:
         if event.choice_index not in self._open:

@@ -209,8 +209,11 @@ class SchedulerNode:
         try:
             yield generation
         finally:
-            task.cancel()
-            await asyncio.wait({task}, timeout=CLEANUP_TIMEOUT_S)
+            if task.done():
+                self._relays.discard(task)  # the callback has its turn later
+            else:
+                task.cancel()
+                await asyncio.wait({task}, timeout=CLEANUP_TIMEOUT_S)
 
     async def _drive(self, generation: RunningGeneration, relay: Relay) -> None:
         try:

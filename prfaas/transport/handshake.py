@@ -1,6 +1,6 @@
 """What two nodes must share before KV moves between them, compared before any work."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 from prfaas.errors import IncompatiblePeer, ProtocolError
 
@@ -29,7 +29,10 @@ class Identity:
 
     def to_json(self) -> dict[str, str | int]:
         """Return the identity as a JSON object."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in _NAMES}
+
+
+_NAMES = tuple(field.name for field in fields(Identity))
 
 
 def parse_identity(value: object) -> Identity:
@@ -54,8 +57,9 @@ def check_compatible(ours: Identity, theirs: Identity, *, accept_approximate: bo
     Raises IncompatiblePeer with both values of every field that differs. Numerics may differ only
     with `accept_approximate`.
     """
-    names = [field.name for field in fields(Identity)]
-    names.remove("protocol_version")
+    if ours == theirs:
+        return True
+    names = [name for name in _NAMES if name != "protocol_version"]
     differing = [name for name in names if getattr(ours, name) != getattr(theirs, name)]
     if ours.protocol_version != theirs.protocol_version:
         differing.insert(0, "protocol_version")

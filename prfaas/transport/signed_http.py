@@ -213,8 +213,10 @@ class AnswerLines:
         """
         while not self._texts:
             with as_transfer_errors(self._address):
-                async with asyncio.timeout(self._silence_s):
-                    data = await _read_some(self._response)
+                data = _read_now(self._response)
+                if not data:
+                    async with asyncio.timeout(self._silence_s):
+                        data = await _read_some(self._response)
             if not data:
                 if not self._reader.is_between_lines:
                     raise TransferError(f"peer {self._address}: its answer ends within a line")
@@ -261,9 +263,16 @@ async def read_bounded(response: aiohttp.ClientResponse) -> bytes:
 
 async def _drain(response: aiohttp.ClientResponse) -> None:
     """Read on to the end, so that the connection can serve again; what comes late does not matter."""
+    if response.content.at_eof():
+        return
     with contextlib.suppress(TimeoutError, OSError, aiohttp.ClientError):
         async with asyncio.timeout(LAST_BYTES_S):
             await _read_some(response)
+
+
+def _read_now(response: aiohttp.ClientResponse) -> bytes:
+    """Return what has come of a body already; nothing where one has to wait, or at its end."""
+    return b"" if response.content.exception() else response.content.read_nowait()
 
 
 async def _read_some(response: aiohttp.ClientResponse) -> bytes:

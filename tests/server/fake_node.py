@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Self
 
 from aiohttp import web
 
@@ -91,7 +92,7 @@ class FakeGeneration:
     def has_next(self) -> bool:
         return bool(self._ready)
 
-    def __aiter__(self) -> "FakeGeneration":
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> TokenEvent:

@@ -2,13 +2,14 @@ import asyncio
 import gzip
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.errors import BadRequest
+from prfaas.server import body
 from prfaas.server.body import parse_object
 from tests.server.http_face import CHAT, running, strict_json
 
@@ -168,6 +169,27 @@ json_values = st.recursive(
 def test_every_object_of_strict_json_is_read_as_it_is(value):
     assert parse_object(json.dumps(value).encode()) == value
     assert parse_object(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+JSON_LIKE = st.lists(
+    st.sampled_from('{}[]:,"\\ \n\t\x01é-+.eE0179') | st.sampled_from(
+        ["true", "null", "NaN", "-Infinity", "\\ud800", "\\udc00", "1e999", "18446744073709551616", '{"a":']
+    )
+).map("".join)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(JSON_LIKE | json_values.map(json.dumps))
+def test_the_fast_parser_takes_what_pythons_does_and_python_says_what_is_wrong(text):
+    def outcome(parse: Callable[[bytes], object]) -> tuple[object, str]:
+        try:
+            return parse(f'{{"x":{text}}}'.encode()), ""
+        except BadRequest as error:
+            return None, str(error)
+
+    fast, slow = outcome(parse_object), outcome(body._parse_slowly)
+    if isinstance(slow[0], dict) or slow[1]:
+        assert repr(fast) == repr(slow)
 
 
 @settings(deadline=None, max_examples=50)

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -77,13 +78,17 @@ async def test_a_wait_that_is_cancelled_loses_no_event(num_requests):
     node = FakeNode(lambda request: [byte_ids("ab")])
     node.hold_at = 1
     async with generate_all(node, [request(name, 2) for name in "ab"[:num_requests]]) as merged:
-        items = [await merged.next() for _ in range(num_requests)]
+        indices = []
+        for _ in range(num_requests):
+            item = await merged.next()
+            assert item is not None
+            indices.append(item[0])
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
                 await merged.next()
         node.release.set()
-        items += await drain(merged)
-    assert [item[0] for item in items if item] == [*range(num_requests)] * 2
+        indices += [index for index, _ in await drain(merged)]
+    assert indices == [*range(num_requests)] * 2
 
 
 async def test_events_that_are_all_there_leave_the_loop_its_turns():
@@ -91,10 +96,8 @@ async def test_events_that_are_all_there_leave_the_loop_its_turns():
     merged = MergedGenerations(1)
     merged.take_only(generation)
     for index in range(1000):
-        reason = "length" if index == 999 else None
-        generation.put(
-            TokenEvent(request_id="a", choice_index=0, token_id=index, finish_reason=reason)
-        )
+        event = TokenEvent(request_id="a", choice_index=0, token_id=index)
+        generation.put(event if index < 999 else replace(event, finish_reason="length"))
     taken: list[tuple[int, int]] = []
     turns: list[int] = []
 

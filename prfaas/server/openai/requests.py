@@ -7,6 +7,7 @@ know.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from prfaas.errors import BadRequest
 from prfaas.server.openai.fields import Fields, shown
@@ -302,14 +303,16 @@ def checked_ids(
     fields: Fields, name: str, values: Sequence[object], vocab_size: int
 ) -> tuple[int, ...]:
     """Return `values` as token ids below `vocab_size`, or raise BadRequest."""
-    ids = []
+    if set(map(type, values)) <= {int}:
+        ids = tuple(cast("Sequence[int]", values))
+        if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+            return ids
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
             raise fields.wrong(
                 name, f"{shown(value)} is no token id, they are from 0 to {vocab_size - 1}"
             )
-        ids.append(value)
-    return tuple(ids)
+    raise AssertionError("one of them is none")
 
 
 def _prompts(fields: Fields, vocab_size: int) -> tuple[str | tuple[int, ...], ...]:
