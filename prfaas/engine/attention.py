@@ -45,12 +45,17 @@ class Place(NamedTuple):
     Attributes:
         numbers: native/attention_unit.py's PLACE; position 0 need not exist.
         shape: H, K, V, and the strides of keys and of values between positions.
-        end: positions before it exist.
+        first, end: the positions from the one to before the other exist.
     """
 
     numbers: tuple[int, int, int, int]
     shape: tuple[int, int, int, int, int]
+    first: int
     end: int
+
+
+Parts = tuple[tuple[int, int, int], ...]
+"""Position and row of the first query, and the number of queries, of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,7 @@ def _place(keys: Tensor, values: Tensor, first_key: int) -> Place | None:
     return Place(
         (zero_keys, zero_values, keys.stride(0), values.stride(0)),
         (num_heads, key_dim, values.shape[2], keys.stride(1), values.stride(1)),
+        first_key,
         first_key + num_keys,
     )
 
@@ -105,6 +111,90 @@ class Queries(NamedTuple):
     first_position: int
     first_row: int
     num_tokens: int
+
+
+class Attending:
+    """softmax(scale * q k) v of rows that lie where they lie, whatever the keys.
+
+    What can be checked once is; a call takes no more than a small kernel does.
+    """
+
+    def __init__(
+        self,
+        q_THGK: Tensor,
+        out_THGV: Tensor,
+        *,
+        scale: float,
+        window_tokens: int | None,
+        sinks_HG: Tensor | None = None,
+    ) -> None:
+        """Take the queries and where the results go, as `attend` does."""
+        num_heads, num_groups, key_dim = q_THGK.shape[1:]
+        value_dim = out_THGV.shape[3]
+        assert out_THGV.shape[:3] == q_THGK.shape[:3]
+        assert q_THGK.dtype == out_THGV.dtype == torch.float32
+        assert q_THGK.stride(3) == out_THGV.stride(3) == 1
+        if sinks_HG is not None:
+            assert sinks_HG.shape == (num_heads, num_groups)
+            assert sinks_HG.is_contiguous()
+            assert sinks_HG.dtype == torch.float32
+        self._tensors = (q_THGK, out_THGV, sinks_HG)  # their memory stays
+        self._num_rows = len(q_THGK)
+        self._window = window_tokens or MAX_POSITIONS
+        self._scale = scale
+        self._shape = (num_heads, key_dim, value_dim)
+        self._num_groups = num_groups
+        self._rows = (
+            q_THGK.data_ptr(),
+            *q_THGK.stride()[:3],
+            out_THGV.data_ptr(),
+            *out_THGV.stride()[:3],
+            address(sinks_HG),
+            sinks_HG is not None,
+        )
+
+    def layout(self, parts: Parts) -> "Layout":
+        """Return how the work is shared out for these parts, for rows and keys of this shape."""
+        num_heads, _, value_dim = self._shape
+        threads = torch.get_num_threads()
+        return _lay_out(parts, num_heads, self._num_groups, value_dim, self._window, threads)
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """What a layout follows from besides the parts."""
+        return (*self._shape, self._num_groups, self._window)
+
+    def __call__(self, places: Sequence[Place], layout: "Layout") -> None:
+        """Write the results of the parts that `layout` is of, whose keys lie at `places`."""
+        assert layout.num_rows <= self._num_rows
+        numbers = _numbers(places, layout, self._shape)
+        _, key_dim, value_dim = self._shape
+        *_, key_stride, value_stride = places[0].shape
+        num_places = len(numbers)
+        table = array("q", numbers + [0] * layout.num_counters)
+        table_address = table.buffer_info()[0]
+        threads = layout.threads
+        scratch = threads * scratch_floats(layout.tile_rows, key_dim, value_dim)
+        room = _room.of(scratch + layout.num_slots * slot_floats(layout.tile_rows, value_dim))
+        attention_kernel()(
+            *self._rows,
+            table_address,
+            layout.sequences.buffer_info()[0],
+            len(places),
+            layout.num_units,
+            table_address + num_places * INT_BYTES,
+            room,
+            room + scratch * FLOAT_BYTES,
+            key_dim,
+            value_dim,
+            key_stride,
+            value_stride,
+            self._num_groups,
+            self._window,
+            layout.tile_rows,
+            self._scale,
+            threads=min(threads, layout.num_units),
+        )
 
 
 def attend(
@@ -126,71 +216,33 @@ def attend(
         out_THGV: where the results go; other rows stay as they are.
         sinks_HG: scores that join the softmax without a value.
     """
-    num_heads, num_groups, key_dim = q_THGK.shape[1:]
-    value_dim = out_THGV.shape[3]
-    assert out_THGV.shape[:3] == q_THGK.shape[:3]
-    assert q_THGK.dtype == out_THGV.dtype == torch.float32
-    assert q_THGK.stride(3) == out_THGV.stride(3) == 1
-    if not queries:
-        return
-    if sinks_HG is not None:
-        assert sinks_HG.shape == (num_heads, num_groups)
-        assert sinks_HG.is_contiguous()
-        assert sinks_HG.dtype == torch.float32
-    window, threads = window_tokens or MAX_POSITIONS, torch.get_num_threads()
-    heads = (num_heads, num_groups)
-    layout = _lay_out(tuple([part[1:] for part in queries]), *heads, value_dim, window, threads)
-    assert layout.num_rows <= len(q_THGK)
-    numbers, strides = _places(queries, layout, (num_heads, key_dim, value_dim))
-    num_places = len(numbers)
-    places = array("q", numbers + [0] * layout.num_counters)
-    place_address = places.buffer_info()[0]
-    scratch = threads * scratch_floats(layout.tile_rows, key_dim, value_dim)
-    room = _room.of(scratch + layout.num_slots * slot_floats(layout.tile_rows, value_dim))
-    attention_kernel()(
-        q_THGK.data_ptr(),
-        *q_THGK.stride()[:3],
-        out_THGV.data_ptr(),
-        *out_THGV.stride()[:3],
-        address(sinks_HG),
-        sinks_HG is not None,
-        place_address,
-        layout.sequences.buffer_info()[0],
-        len(queries),
-        layout.num_units,
-        place_address + num_places * INT_BYTES,
-        room,
-        room + scratch * FLOAT_BYTES,
-        key_dim,
-        value_dim,
-        *strides,
-        num_groups,
-        window,
-        layout.tile_rows,
-        scale,
-        threads=min(threads, layout.num_units),
+    attending = Attending(
+        q_THGK, out_THGV, scale=scale, window_tokens=window_tokens, sinks_HG=sinks_HG
     )
+    if queries:
+        layout = attending.layout(tuple([part[1:] for part in queries]))
+        attending([placed(part.span) for part in queries], layout)
 
 
-def _places(
-    queries: Sequence[Queries], layout: "_Layout", shape: tuple[int, int, int]
-) -> tuple[list[int], tuple[int, ...]]:
-    """Return where keys and values lie, and their strides; the kernel reads wherever it is told."""
+def placed(span: KeySpan) -> Place:
+    """Return where the keys and values of a span lie."""
+    assert span.place is not None, "keys and values are float32 on the CPU, with unit strides"
+    return span.place
+
+
+def _numbers(places: Sequence[Place], layout: "Layout", shape: tuple[int, int, int]) -> list[int]:
+    """Return where keys and values lie; the kernel reads wherever it is told."""
     numbers: list[int] = []
-    first = queries[0].span.place
-    for part, (low, high) in zip(queries, layout.seen, strict=True):
-        place = part.span.place
-        assert place is not None, "keys and values are float32 on the CPU, with unit strides"
-        assert first is not None
-        assert place.shape == first.shape
-        assert part.span.first_key <= low < high <= place.end, "a key that a query sees is not held"
+    first = places[0].shape
+    for place, (low, high) in zip(places, layout.seen, strict=True):
+        assert place.shape == first
+        assert place.first <= low < high <= place.end, "a key that a query sees is not held"
         numbers += place.numbers
-    assert first is not None
-    assert first.shape[:3] == shape, f"keys and values of {first.shape}, queries of {shape}"
-    return numbers, first.shape[3:]
+    assert first[:3] == shape, f"keys and values of {first}, queries of {shape}"
+    return numbers
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """The units of work: tiles, or blocks of tiles where there would be few and they are small.
 
     Attributes:
@@ -206,17 +258,18 @@ class _Layout(NamedTuple):
     num_units: int
     num_slots: int
     num_counters: int
+    threads: int
 
 
 @lru_cache(maxsize=64)
 def _lay_out(
-    parts: tuple[tuple[int, int, int], ...],
+    parts: Parts,
     num_heads: int,
     num_groups: int,
     value_dim: int,
     window: int,
     threads: int,
-) -> _Layout:
+) -> Layout:
     """Return the layout for Queries' positions, rows and tokens; layers of a kind share it."""
     for position, first_row, num_tokens in parts:
         assert position >= 0
@@ -242,7 +295,7 @@ def _lay_out(
         num_slots += num_tiles * splits
         num_counters += num_tiles
     num_rows = max(first_row + num_tokens for _, first_row, num_tokens in parts)
-    return _Layout(sequences, seen, num_rows, tile_rows, num_units, num_slots, num_counters)
+    return Layout(sequences, seen, num_rows, tile_rows, num_units, num_slots, num_counters, threads)
 
 
 class _Room(threading.local):

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from prfaas.engine.attention import Attending, Layout, placed
 from prfaas.engine.kv import CPU
-from prfaas.engine.native.store import store_rows
+from prfaas.engine.native.store import RowStore
 from prfaas.engine.recorder import current
 from prfaas.engine.rope import RopeTable
 from prfaas.engine.segment import Segment
 
-__all__ = ["Batch", "OnWritten", "Rows", "Segment"]
+__all__ = ["Batch", "KeptRows", "OnWritten", "Rows", "Segment"]
 
 
 OnWritten = Callable[["Batch"], None]
@@ -28,6 +29,7 @@ class Batch:
 
     Attributes:
         parts: each segment and its rows.
+        spans: position and row of each segment's first token, and how many it has.
     """
 
     def __init__(
@@ -47,46 +49,68 @@ class Batch:
         tokens: list[int] = []
         positions: list[int] = []
         self.parts: list[tuple[slice, Segment]] = []
+        spans: list[tuple[int, int, int]] = []
         for segment in segments:
             start = len(tokens)
             first = segment.kv.num_tokens
             tokens.extend(segment.tokens)
             positions.extend(range(first, first + len(segment.tokens)))
             self.parts.append((slice(start, len(tokens)), segment))
+            spans.append((first, start, len(segment.tokens)))
+        self.spans = tuple(spans)
         self.tokens_T = torch.tensor(tokens, device=device)
         self.positions_T = torch.tensor(positions, device=device)
         self._end_position = max(positions) + 1
         self.on_layer = on_layer or _ignore
         self._ropes: dict[RopeTable, Tensor] = {}
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._most_tokens = max(len(segment.tokens) for segment in segments)
 
     @property
     def logit_rows(self) -> list[int]:
         """The rows whose logits are wanted."""
         return [rows.stop - 1 for rows, segment in self.parts if segment.num_logits]
 
-    def write_kv(self, layer: int, *rows_THK: Tensor) -> None:
+    def write_kv(self, layer: int, rows: "KeptRows") -> None:
         """Put the rows of K and V, or of the latent, into the working copies of their sequences."""
         kvs = [segment.kv.kv_of(layer) for _, segment in self.parts]
         if kvs[0].span.place is None:
             dtype = kvs[0].dtype
-            sources = [part_THK.to(dtype) for part_THK in rows_THK]
-            for kv, (rows, segment) in zip(kvs, self.parts, strict=True):
-                kv.write(segment.kv.num_tokens, *(source[rows] for source in sources))
+            sources = [part_THK.to(dtype) for part_THK in rows.tensors]
+            for kv, (own, segment) in zip(kvs, self.parts, strict=True):
+                kv.write(segment.kv.num_tokens, *(source[own] for source in sources))
             return
-        targets, most_tokens = array("q"), 1
-        for kv, (rows, segment) in zip(kvs, self.parts, strict=True):
-            num_tokens = rows.stop - rows.start
-            most_tokens = max(most_tokens, num_tokens)
-            targets.extend(kv.open(segment.kv.num_tokens, num_tokens))
-            targets.extend((rows.start, num_tokens))
-        strides = kvs[0].strides
-        store_rows(*rows_THK, targets=targets, most_tokens=most_tokens, strides=strides)
+        targets: list[int] = []
+        for kv, (position, row, num_tokens) in zip(kvs, self.spans, strict=True):
+            targets += (*kv.open(position, num_tokens), row, num_tokens)
+        rows.store(array("q", targets), self._most_tokens, kvs[0].strides)
+
+    def attend(self, layer: int, attending: Attending) -> None:
+        """Compute a layer's attention of all rows; their keys and values are in place."""
+        layout = self._layouts.get(attending.kind)
+        if layout is None:  # layers of a kind share it
+            layout = self._layouts[attending.kind] = attending.layout(self.spans)
+        attending([placed(segment.kv.kv_of(layer).span) for _, segment in self.parts], layout)
 
     def rope(self, table: RopeTable) -> Tensor:
         """Return the table's turn of every row, gathered once a forward."""
         if table not in self._ropes:
             self._ropes[table] = table.at(self.positions_T, self._end_position)
         return self._ropes[table]
+
+
+class KeptRows:
+    """The rows of K and V, or of the latent, that a layer keeps."""
+
+    def __init__(self, *rows_THK: Tensor) -> None:
+        self.tensors = rows_THK
+        is_ours = all(rows.is_cpu and rows.dtype == torch.float32 for rows in rows_THK)
+        self._store = RowStore(*rows_THK) if is_ours else None
+
+    def store(self, targets: "array[int]", most_tokens: int, strides: tuple[int, int]) -> None:
+        """Copy them to a CPU's float32 places (`RowStore.store`)."""
+        assert self._store is not None
+        self._store.store(targets, most_tokens, strides)
 
 
 class Rows:

@@ -123,8 +123,10 @@ class LayerKv:
         Returns:
             Addresses of the position's key and value, and the strides between heads, in elements.
         """
-        self._make_finite(start, num_tokens)
-        self._end_tokens = start + num_tokens
+        end = start + num_tokens
+        if end > self._finite_tokens:  # which is the end of a block that there is room for
+            self._make_finite(start, num_tokens)
+        self._end_tokens = end
         place = self._span.place
         assert place is not None
         keys, values, key_head, value_head = place.numbers

@@ -3,9 +3,11 @@
 Shapes: T rows of the batch, H KV heads, G query heads of each, K key dim, V value dim.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from prfaas.engine.attention import Queries, attend
+from prfaas.engine.attention import Attending
 from prfaas.engine.batch import Batch
 from prfaas.engine.layers.torch_attention import TorchAttention
 from prfaas.engine.linear import Packing, is_exact
@@ -21,25 +23,19 @@ class BatchAttention:
         self._window_tokens = window_tokens
         self._sinks_HG = sinks_HG
 
-    def __call__(self, q_THGK: Tensor, batch: Batch, layer: int, out_THGV: Tensor) -> None:
-        """Write each segment's rows of `out_THGV`; its keys and values are in place."""
-        queries = [
-            Queries(
-                segment.kv.kv_of(layer).span,
-                segment.kv.num_tokens,
-                rows.start,
-                rows.stop - rows.start,
-            )
-            for rows, segment in batch.parts
-        ]
-        attend(
+    def of(self, q_THGK: Tensor, out_THGV: Tensor) -> Callable[[Batch, int], None]:
+        """Return what writes the rows of `out_THGV` for a batch, in a layer.
+
+        Each segment's keys and values are in place then.
+        """
+        attending = Attending(
             q_THGK,
-            queries,
+            out_THGV,
             scale=self._scale,
             window_tokens=self._window_tokens,
-            out_THGV=out_THGV,
             sinks_HG=self._sinks_HG,
         )
+        return lambda batch, layer: batch.attend(layer, attending)
 
 
 Attention = type[BatchAttention] | type[TorchAttention]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from prfaas.engine.batch import Batch, OnWritten, Rows
+from prfaas.engine.batch import Batch, KeptRows, OnWritten, Rows
 from prfaas.engine.layers.batch_attention import Attention, BatchAttention
 from prfaas.engine.layers.gates import multiply_by_gate
 from prfaas.engine.layers.norm import RmsNorm
@@ -81,14 +81,15 @@ class GqaMixer:
         if spec.value_scale != 1.0:
             v_THV = v_THV * spec.value_scale
         out_TD = x_TD.new_empty(x_TD.shape[0], spec.num_heads * spec.value_dim)
-        q_THGK, k_THK, out_THGV = self._queries(qk_THK), self._keys(qk_THK), self._outputs(out_TD)
+        kept = KeptRows(self._keys(qk_THK), v_THV)
+        attend = self.attend.of(self._queries(qk_THK), self._outputs(out_TD))
 
-        def attend(batch: Batch) -> None:
-            batch.write_kv(layer, k_THK, v_THV)
+        def step(batch: Batch) -> None:
+            batch.write_kv(layer, kept)
             on_written(batch)
-            self.attend(q_THGK, batch, layer, out_THGV)
+            attend(batch, layer)
 
-        rows.each_time(attend)
+        rows.each_time(step)
         if spec.has_output_gate:
             multiply_by_gate(out_TD, qkv_TN[:, self._first_gate :])
         return self.o_proj(out_TD)

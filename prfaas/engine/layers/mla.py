@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from prfaas.engine.batch import Batch, OnWritten, Rows
+from prfaas.engine.batch import Batch, KeptRows, OnWritten, Rows
 from prfaas.engine.layers.batch_attention import Attention, BatchAttention
 from prfaas.engine.layers.gates import sigmoid
 from prfaas.engine.layers.norm import RmsNorm
@@ -79,17 +79,18 @@ class MlaMixer:
             turns = rows.rope(self.rope)
             q_THP, k_T1P = rotate(q_THP, turns), rotate(k_T1P, turns)
         latent_TR = self.kv_norm(kv_TK[:, : spec.latent_dim])
-        kept_T1K = torch.cat([latent_TR, k_T1P[:, 0]], dim=1)[:, None]
+        kept = KeptRows(torch.cat([latent_TR, k_T1P[:, 0]], dim=1)[:, None])
         q_THR = self._k_up(q_TH[..., : spec.nope_dim])
         q_THK = torch.cat([q_THR, q_THP], dim=-1)
         out_THR = x_TD.new_empty(num_rows, spec.num_heads, spec.latent_dim)
+        attend = self.attend.of(q_THK.unsqueeze(1), out_THR.unsqueeze(1))
 
-        def attend(batch: Batch) -> None:
-            batch.write_kv(layer, kept_T1K)
+        def step(batch: Batch) -> None:
+            batch.write_kv(layer, kept)
             on_written(batch)
-            self.attend(q_THK.unsqueeze(1), batch, layer, out_THR.unsqueeze(1))
+            attend(batch, layer)
 
-        rows.each_time(attend)
+        rows.each_time(step)
         out_THV = self._v_up(out_THR)
         if self.gate_proj is not None:
             out_THV.mul_(sigmoid(self.gate_proj(x_TD)).unsqueeze(-1))

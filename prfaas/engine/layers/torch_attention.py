@@ -7,6 +7,8 @@ Shapes: T query tokens, H KV heads, G query heads of each, R = T * G rows, C key
 dim.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,8 +30,14 @@ class TorchAttention:
         self._window_tokens = window_tokens
         self._sinks_HG = sinks_HG
 
-    def __call__(self, q_THGK: Tensor, batch: Batch, layer: int, out_THGV: Tensor) -> None:
-        """Write each segment's rows of `out_THGV`; its keys and values are in place."""
+    def of(self, q_THGK: Tensor, out_THGV: Tensor) -> Callable[[Batch, int], None]:
+        """Return what writes the rows of `out_THGV` for a batch, in a layer.
+
+        Each segment's keys and values are in place then.
+        """
+        return lambda batch, layer: self._write(q_THGK, batch, layer, out_THGV)
+
+    def _write(self, q_THGK: Tensor, batch: Batch, layer: int, out_THGV: Tensor) -> None:
         for rows, segment in batch.parts:
             span = segment.kv.kv_of(layer).span
             for start in range(rows.start, rows.stop, TILE_TOKENS):

@@ -42,50 +42,54 @@ ARGUMENTS: dict[str, Argument] = {
 }
 
 
-def store_rows(
-    keys_THK: Tensor,
-    values_THV: Tensor | None = None,
-    *,
-    targets: array[int],
-    most_tokens: int,
-    strides: tuple[int, int],
-) -> None:
-    """Copy rows to their places.
+class RowStore:
+    """Rows that are copied from where they lie to the places of their sequences."""
 
-    Args:
-        keys_THK: float32, with unit stride in K; what is kept of a token in one buffer has no values.
-        values_THV: likewise.
-        targets: TARGET's numbers of each sequence.
-        most_tokens: of a sequence.
-        strides: between tokens at the places of keys and of values, in elements.
-    """
-    num_rows, num_heads, key_dim = keys_THK.shape
-    assert keys_THK.dtype is torch.float32
-    assert keys_THK.is_cpu
-    assert keys_THK.stride(2) == 1
-    values, value_dim = keys_THK, 0
-    if values_THV is not None:
-        assert values_THV.dtype is torch.float32
-        assert values_THV.shape[:2] == (num_rows, num_heads)
-        assert values_THV.stride(2) == 1
-        values, value_dim = values_THV, values_THV.shape[2]
-    is_small = num_rows * num_heads * (key_dim + value_dim) <= SERIAL_VALUES
-    _STORE(
-        keys_THK.data_ptr(),
-        keys_THK.stride(0),
-        keys_THK.stride(1),
-        values.data_ptr(),
-        values.stride(0),
-        values.stride(1),
-        targets.buffer_info()[0],
-        len(targets) // len(TARGET),
-        -(-most_tokens // UNIT_TOKENS),
-        num_heads,
-        key_dim,
-        value_dim,
-        *strides,
-        threads=1 if is_small else None,
-    )
+    def __init__(self, keys_THK: Tensor, values_THV: Tensor | None = None) -> None:
+        """Take the rows.
+
+        Args:
+            keys_THK: float32, with unit stride in K; what is kept of a token in one buffer has no values.
+            values_THV: likewise.
+        """
+        num_rows, num_heads, key_dim = keys_THK.shape
+        assert keys_THK.dtype is torch.float32
+        assert keys_THK.is_cpu
+        assert keys_THK.stride(2) == 1
+        values, value_dim = keys_THK, 0
+        if values_THV is not None:
+            assert values_THV.dtype is torch.float32
+            assert values_THV.shape[:2] == (num_rows, num_heads)
+            assert values_THV.stride(2) == 1
+            values, value_dim = values_THV, values_THV.shape[2]
+        self._tensors = (keys_THK, values)  # their memory stays
+        self._rows = (
+            keys_THK.data_ptr(),
+            *keys_THK.stride()[:2],
+            values.data_ptr(),
+            *values.stride()[:2],
+        )
+        self._shape = (num_heads, key_dim, value_dim)
+        is_small = num_rows * num_heads * (key_dim + value_dim) <= SERIAL_VALUES
+        self._threads = 1 if is_small else None
+
+    def store(self, targets: array[int], most_tokens: int, strides: tuple[int, int]) -> None:
+        """Copy the rows.
+
+        Args:
+            targets: TARGET's numbers of each sequence.
+            most_tokens: of a sequence.
+            strides: between tokens at the places of keys and of values, in elements.
+        """
+        _STORE(
+            *self._rows,
+            targets.buffer_info()[0],
+            len(targets) // len(TARGET),
+            -(-most_tokens // UNIT_TOKENS),
+            *self._shape,
+            *strides,
+            threads=self._threads,
+        )
 
 
 def _body(task: Task) -> None:

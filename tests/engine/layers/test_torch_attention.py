@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prfaas.engine.batch import Batch, Segment
+from prfaas.engine.batch import Batch, KeptRows, Segment
 from prfaas.engine.layers.torch_attention import TILE_TOKENS, TorchAttention
 from prfaas.engine.mixer_spec import GqaSpec, KvDtype, MlaSpec
 from prfaas.engine.sequence_kv import SequenceKv
@@ -74,9 +74,9 @@ def attended(
         ]
         batch = Batch(segments, place)
         parts = [torch.cat([part[:1], part[start:stop]]).to(place) for part in (q_THGK, *rows_THK)]
-        batch.write_kv(0, *parts[1:])
+        batch.write_kv(0, KeptRows(*parts[1:]))
         out_THGV = parts[0].new_empty(*parts[0].shape[:3], values)
-        attend(parts[0], batch, 0, out_THGV)
+        attend.of(parts[0], out_THGV)(batch, 0)
         out.append(out_THGV[1:].cpu())
         for segment in segments:
             segment.kv.num_tokens += len(segment.tokens)

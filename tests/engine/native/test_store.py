@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.engine.batch import Batch
+from prfaas.engine.batch import Batch, KeptRows
 from prfaas.engine.kv import AttentionSpec, LayerKv, buffer_shapes
 from prfaas.engine.mixer_spec import GqaSpec, MlaSpec
 from prfaas.engine.native.store import SERIAL_VALUES
@@ -63,7 +63,7 @@ def test_a_batch_writes_what_single_writes_do(
             Segment(kv=kv, tokens=[0] * count, num_logits=0)
             for kv, count in zip(together, counts, strict=True)
         ]
-        Batch(segments).write_kv(0, *rows)
+        Batch(segments).write_kv(0, KeptRows(*rows))
         cuts = [sum(counts[:index]) for index in range(len(counts) + 1)]
         for (start, stop), kv, other in zip(pairwise(cuts), together, apart, strict=True):
             other.kv_of(0).write(other.num_tokens, *(part[start:stop] for part in rows))
@@ -82,6 +82,6 @@ def test_threads_share_a_long_prompt_without_a_gap() -> None:
     )
     assert num_tokens * wide.num_kv_heads * wide.head_dim * 2 > SERIAL_VALUES
     kv, rows = new_kv(wide), strided_rows(wide, num_tokens)
-    Batch([Segment(kv=kv, tokens=[0] * num_tokens, num_logits=0)]).write_kv(0, *rows)
+    Batch([Segment(kv=kv, tokens=[0] * num_tokens, num_logits=0)]).write_kv(0, KeptRows(*rows))
     for buffer_HCK, part_THK in zip(kv.kv_of(0).buffers, rows, strict=True):
         assert torch.equal(buffer_HCK[:, :num_tokens].transpose(0, 1), part_THK)
