@@ -20,8 +20,12 @@ from prfaas.engine.mixer_spec import KvDtype
 from prfaas.engine.model_spec import ModelSpec, ResidualSpec
 from prfaas.engine.recording import Recordings
 from prfaas.engine.sequence_kv import SequenceKv, capacity_bytes
+from prfaas.log import get_logger
 
 __all__ = ["Block", "Embedding", "Model", "Residual", "Segment"]
+
+TEST_STEPS = 2
+"""One that is recorded and one that is run from the recording."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +209,49 @@ class Model:
     def _through_layers(self, x_TD: Tensor, rows: Rows) -> None:
         for index, layer in enumerate(self.layers):
             layer.add_to(x_TD, rows, index)
+
+    @torch.no_grad()
+    def choose_recordings(self) -> None:
+        """Keep recordings if steps that are run from one have the bits of plain ones; else none is made.
+
+        A few layers' worth of work: two sequences of unlike lengths, which change places.
+        """
+        kvs = [self.new_kv(capacity_tokens=TEST_STEPS + 4) for _ in range(2)]
+        recordings = Recordings(self.layers, num_plain=0)
+        self._through_sequences(kvs, (3, 1), None)
+        for _ in range(TEST_STEPS):
+            kvs.reverse()
+            plain_TD = self._through_sequences(kvs, (1, 1), None, is_kept=False)
+            recorded_TD = self._through_sequences(kvs, (1, 1), recordings)
+            if not torch.equal(plain_TD, recorded_TD):
+                get_logger().warning("recordings.inexact")
+                self.recordings = Recordings(self.layers, max_bytes=0)
+                return
+
+    def _through_sequences(
+        self,
+        kvs: Sequence[SequenceKv],
+        counts: Sequence[int],
+        recordings: Recordings | None,
+        *,
+        is_kept: bool = True,
+    ) -> Tensor:
+        """Return the stream after so many next tokens of each; they advance if it is kept."""
+        segments = [
+            Segment(kv=kv, tokens=range(count), num_logits=0)
+            for kv, count in zip(kvs, counts, strict=True)
+        ]
+        for segment in segments:
+            segment.kv.begin_forward(())
+        batch = Batch(segments, self.device)
+        x_TD = self.embed_tokens(batch.tokens_T)
+        if recordings is None:
+            self._through_layers(x_TD, Rows(batch))
+        else:
+            x_TD = recordings.run(x_TD, batch, self._through_layers).clone()
+        for segment in segments if is_kept else ():
+            segment.kv.num_tokens += len(segment.tokens)
+        return x_TD
 
     def _logits(self, rows_TD: Tensor) -> Tensor:
         """Return float32 logits on the CPU of the rows that `_run` returned, [T, V]."""

@@ -73,6 +73,7 @@ def numerics_fingerprint(model: Model) -> str:
         self_test(model)
         return " ".join((*device, model.packing, "attention-torch", kv, exactness(model)))
     test = f"test-{self_test(model)[:16]}"
+    model.choose_recordings()
     return " ".join(
         (*device, model.packing, f"attention-joined{KEY_BLOCK}", kv, exactness(model), test)
     )

@@ -38,16 +38,20 @@ class Recordings:
         num_run: forwards that were run from a recording.
     """
 
-    def __init__(self, held: object, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, held: object, *, max_bytes: int = MAX_BYTES, num_plain: int = NUM_PLAIN
+    ) -> None:
         """Begin without any.
 
         Args:
             held: what holds the tensors that layers compute with, for as long as this is used.
             max_bytes: of all of them; those used longest ago go first.
+            num_plain: forwards of a number of rows before they are recorded.
         """
         self.num_recorded = self.num_run = 0
         self._held = held
         self._max_bytes = max_bytes
+        self._plain_first = num_plain
         self._regions: list[tuple[int, int]] | None = None
         self._num_threads = 0
         self._recordings: OrderedDict[int, _Recording] = OrderedDict()
@@ -78,7 +82,7 @@ class Recordings:
             self._recordings.move_to_end(num_rows)
             self.num_run += 1
             return recording.run(x_TD, batch)
-        if num_rows in self._refused or self._num_plain[num_rows] < NUM_PLAIN:
+        if num_rows in self._refused or self._num_plain[num_rows] < self._plain_first:
             self._num_plain[num_rows] += 1
             layers(x_TD, Rows(batch))
             return x_TD

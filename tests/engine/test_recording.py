@@ -1,13 +1,14 @@
 """Steps that are run from a recording have the bits of plain ones, or none is recorded."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
-from prfaas.engine.batch import Batch, Rows, Segment
+from prfaas.engine.batch import Batch, OnWritten, Rows, Segment
 from prfaas.engine.kv import LayerKv
 from prfaas.engine.model import Model
 from prfaas.engine.native.activations import activated
@@ -349,3 +350,40 @@ def test_a_model_may_be_run_while_another_is() -> None:
     assert_always_as_plain(outer, layers)
     assert outer.num_run == 5
     assert inner.num_run > 5
+
+
+class PositionKept:
+    """A mixer that adds each row's position, as its sequence's first step after a change finds it."""
+
+    def __init__(self) -> None:
+        self.added = 0.0
+
+    def __call__(self, x_TD: Tensor, rows: Rows, layer: int, on_written: OnWritten) -> Tensor:
+        def step(batch: Batch) -> None:
+            self.added = float(batch.positions_T.sum())
+            on_written(batch)
+
+        rows.each_time(step)
+        return x_TD + self.added
+
+
+def test_a_model_whose_recorded_steps_differ_makes_no_recordings() -> None:
+    model = load("qwen3")
+    model.choose_recordings()
+    faithful = model.recordings
+    first, *others = model.layers
+    model.layers = (replace(first, mixer=PositionKept()), *others)
+    model.choose_recordings()
+    assert model.recordings is not faithful
+    kv = model.new_kv(capacity_tokens=100)
+    for _ in range(NUM_PLAIN + 4):
+        model.forward([Segment(kv=kv, tokens=[1], num_logits=1)])
+    assert (model.recordings.num_recorded, model.recordings.num_run) == (0, 0)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "kimi_linear", "gpt_oss"])
+def test_a_model_whose_recorded_steps_are_right_makes_recordings(family: Family) -> None:
+    model = load(family)
+    before = model.recordings
+    model.choose_recordings()
+    assert model.recordings is before
