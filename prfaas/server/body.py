@@ -31,6 +31,11 @@ async def read_body(request: web.Request, *, max_bytes: int, timeout_s: float) -
         raise _too_large(f"has {length} bytes", max_bytes)
     body = bytearray()
     try:
+        if request.content.is_eof():  # all of it came with the head
+            body += request.content.read_nowait()
+            if len(body) > max_bytes:
+                raise _too_large(f"has more than {max_bytes} bytes", max_bytes)
+            return bytes(body)
         async with asyncio.timeout(timeout_s):
             async for chunk in request.content.iter_any():
                 body += chunk

@@ -4,9 +4,10 @@ Label values are bounded: what comes from outside is mapped to a fixed set first
 can make a series.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -21,6 +22,7 @@ from prfaas.server.node import NodeLoad, PageState
 from prfaas.server.recent import Balance, RecentTimes
 from prfaas.types import RequestRecord
 
+Series = TypeVar("Series", Counter, Histogram)
 Direction = Literal["received", "sent"]
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -28,6 +30,8 @@ OTHER = "other"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 MAX_REASONS = 32
 """Distinct reasons kept as label values; what comes later counts as "other"."""
+MAX_SERIES = 1024
+"""That are kept at hand; what is left out is looked up."""
 PAGE_STATES: tuple[PageState, ...] = ("free", "referenced", "cached", "transfer")
 
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,39}")
@@ -51,13 +55,17 @@ class BoundedLabel:
     def value(self, text: str) -> str:
         """Return the label value of `text`."""
         word = text.partition(":")[0].strip()
-        if not _REASON.fullmatch(word):
+        if word in self._seen:
+            return word
+        if not _REASON.fullmatch(word) or len(self._seen) >= self._max_values:
             return OTHER
-        if word not in self._seen:
-            if len(self._seen) >= self._max_values:
-                return OTHER
-            self._seen.add(word)
+        self._seen.add(word)
         return word
+
+
+def _children(family: Series) -> Callable[..., Series]:
+    """Return what gives the series of label values; each is looked up in the family once."""
+    return functools.lru_cache(MAX_SERIES)(family.labels)
 
 
 class _LoadCollector(Collector):
@@ -175,20 +183,24 @@ class Metrics:
         self._make_transfers()
 
     def _make_http(self) -> None:
-        self._http = Counter(
-            "prfaas_http_requests_total",
-            "HTTP answers, by route template.",
-            ["route_template", "method", "status"],
-            registry=self.registry,
+        self._http = _children(
+            Counter(
+                "prfaas_http_requests_total",
+                "HTTP answers, by route template.",
+                ["route_template", "method", "status"],
+                registry=self.registry,
+            )
         )
 
     def _make_requests(self) -> None:
         registry = self.registry
-        self._requests = Counter(
-            "prfaas_requests_total",
-            "Generations that ended, by route and its reason.",
-            ["route", "reason"],
-            registry=registry,
+        self._requests = _children(
+            Counter(
+                "prfaas_requests_total",
+                "Generations that ended, by route and its reason.",
+                ["route", "reason"],
+                registry=registry,
+            )
         )
         self._failures = Counter(
             "prfaas_request_failures_total",
@@ -208,12 +220,14 @@ class Metrics:
         self._completion_tokens = Counter(
             "prfaas_completion_tokens_total", "Tokens drawn.", registry=registry
         )
-        self._ttft = Histogram(
-            "prfaas_ttft_seconds",
-            "Arrival to first token.",
-            ["route"],
-            buckets=_TTFT_BUCKETS,
-            registry=registry,
+        self._ttft = _children(
+            Histogram(
+                "prfaas_ttft_seconds",
+                "Arrival to first token.",
+                ["route"],
+                buckets=_TTFT_BUCKETS,
+                registry=registry,
+            )
         )
         self._itl = Histogram(
             "prfaas_itl_seconds",
@@ -221,26 +235,32 @@ class Metrics:
             buckets=_ITL_BUCKETS,
             registry=registry,
         )
-        self._e2e = Histogram(
-            "prfaas_e2e_seconds",
-            "Arrival to the end of the answer.",
-            ["route"],
-            buckets=_TTFT_BUCKETS,
-            registry=registry,
+        self._e2e = _children(
+            Histogram(
+                "prfaas_e2e_seconds",
+                "Arrival to the end of the answer.",
+                ["route"],
+                buckets=_TTFT_BUCKETS,
+                registry=registry,
+            )
         )
 
-        self._ttft_ratio = Histogram(
-            "prfaas_ttft_predicted_ratio",
-            "Predicted over actual TTFT.",
-            ["route"],
-            buckets=_RATIO_BUCKETS,
-            registry=registry,
+        self._ttft_ratio = _children(
+            Histogram(
+                "prfaas_ttft_predicted_ratio",
+                "Predicted over actual TTFT.",
+                ["route"],
+                buckets=_RATIO_BUCKETS,
+                registry=registry,
+            )
         )
-        self._placements = Counter(
-            "prfaas_placements_total",
-            "Requests that a scheduler placed, by why at that node.",
-            ["reason"],
-            registry=registry,
+        self._placements = _children(
+            Counter(
+                "prfaas_placements_total",
+                "Requests that a scheduler placed, by why at that node.",
+                ["reason"],
+                registry=registry,
+            )
         )
         self._retries = Counter(
             "prfaas_retries_total",
@@ -273,25 +293,25 @@ class Metrics:
     def record_http(self, *, route_template: str, method: str, status: int) -> None:
         """Count an HTTP answer; `route_template` must be a registered route's, or "other"."""
         method = method if method in METHODS else OTHER
-        self._http.labels(route_template, method, str(status)).inc()
+        self._http(route_template, method, str(status)).inc()
 
     def record_finished(self, record: RequestRecord, *, e2e_s: float) -> None:
         """Count a generation that gave its answer, `e2e_s` after it arrived."""
-        self._requests.labels(record.route, self._reasons.value(record.reason)).inc()
+        self._requests(record.route, self._reasons.value(record.reason)).inc()
         self._count_tokens(record)
-        self._e2e.labels(record.route).observe(e2e_s)
+        self._e2e(record.route).observe(e2e_s)
         if record.ttft_s is not None:
-            self._ttft.labels(record.route).observe(record.ttft_s)
+            self._ttft(record.route).observe(record.ttft_s)
             self._recent.ttft.add(record.ttft_s)
             if record.predicted_ttft_s is not None and record.ttft_s > 0:
                 ratio = record.predicted_ttft_s / record.ttft_s
-                self._ttft_ratio.labels(record.route).observe(ratio)
+                self._ttft_ratio(record.route).observe(ratio)
 
     def record_failed(self, record: RequestRecord | None, *, reason: str) -> None:
         """Count a generation that ended without its whole answer; the record if it got one."""
         self._failures.labels(self._failure_reasons.value(reason)).inc()
         if record is not None:
-            self._requests.labels(record.route, self._reasons.value(record.reason)).inc()
+            self._requests(record.route, self._reasons.value(record.reason)).inc()
             self._count_tokens(record)
 
     def record_begun(self) -> None:
@@ -304,7 +324,7 @@ class Metrics:
 
     def _count_tokens(self, record: RequestRecord) -> None:
         if record.node is not None:
-            self._placements.labels(self._node_reasons.value(record.node_reason or OTHER)).inc()
+            self._placements(self._node_reasons.value(record.node_reason or OTHER)).inc()
             self._retries.inc(record.retries)
         self._tokens_reused.inc(record.tokens_reused)
         self._tokens_local.inc(record.tokens_local)

@@ -53,12 +53,13 @@ if TYPE_CHECKING:
     from prfaas.scheduler import fleet
     from prfaas.server.fleet_prefixes import PromptKeys
 
+OUTCOMES = frozenset(get_args(Outcome))
 MAX_FAILURES = 3
+"""Nodes that may fail with one request: a prompt that ends nodes must not end them all."""
 MAX_WAITING = 1024
 """Requests without a first token, for which there is no node yet; the others are let wait."""
 LOOK_S = 1.0
 """A request that waits looks so often, and when a node comes or is back."""
-"""Nodes that may fail with one request: a prompt that ends nodes must not end them all."""
 
 log = get_logger()
 
@@ -392,4 +393,4 @@ class Relay:
 
 def _outcome_of(text: str | None) -> Outcome | None:
     """Return how a remote prefill ended, None for what is no such word."""
-    return cast("Outcome", text) if text in get_args(Outcome) else None
+    return cast("Outcome", text) if text in OUTCOMES else None

@@ -111,7 +111,10 @@ def name_of(value: dict[str, Any], name: str, num_chars: int) -> str:
 
 def shown(text: str) -> str:
     """Return what a peer says as one line that can be shown to anybody, at most MAX_SHOWN_CHARS long."""
-    return "".join(char if char.isprintable() else "?" for char in text[:MAX_SHOWN_CHARS])
+    text = text[:MAX_SHOWN_CHARS]
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def encode_tokens(tokens: tuple[int, ...]) -> str:

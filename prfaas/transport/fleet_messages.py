@@ -52,6 +52,8 @@ MAX_NODE_CHARS = 256
 MAX_COUNT = 1 << 62
 
 RefusalKind = Literal["bad_request", "overloaded", "engine_error"]
+REFUSAL_KINDS = frozenset(get_args(RefusalKind))
+ROUTE_NAMES = frozenset(get_args(RouteName))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +276,7 @@ def parse_line(data: bytes, request: Request) -> GenerateLine:
 
 def _parse_refused(value: dict[str, Any]) -> Refused:
     kind = typed(value, "kind", str)
-    if kind not in get_args(RefusalKind):
+    if kind not in REFUSAL_KINDS:
         raise ProtocolError("field kind has an unknown value")
     code = value.get("code")
     return Refused(
@@ -303,7 +305,7 @@ def _record_fields(record: RequestRecord) -> dict[str, object]:
 
 def _parse_record(value: dict[str, Any], request: Request) -> RequestRecord:
     route = typed(value, "route", str)
-    if route not in get_args(RouteName):
+    if route not in ROUTE_NAMES:
         raise ProtocolError("field route has an unknown value")
     return RequestRecord(
         request_id=request.request_id,

@@ -48,7 +48,7 @@ class Piece:
 
     def after(self, text: str) -> "Piece":
         """Return the piece with `text` put before it."""
-        return replace(self, text=text + self.text)
+        return self if not text else replace(self, text=text + self.text)
 
     @classmethod
     def joined(cls, pieces: "Sequence[Piece]") -> "Piece":
