@@ -5,60 +5,76 @@ Shapes: T tokens, H heads, K head dim, P positions.
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from prfaas.engine import portable
 from prfaas.engine.native import rows
 from prfaas.engine.rope_spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 
 TABLE_STEP_TOKENS = 1024
+TURNED_AT_ONCE = 1 << 13
+"""Angles whose cosines and sines are made together: they stay in cache."""
 CPU = torch.device("cpu")
+
+Float32s = NDArray[np.float32]
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
     """Return the angle per position of each pair that turns, float32 [rotary_dim / 2]."""
+    return torch.from_numpy(_frequencies(spec, head_dim))
+
+
+def _frequencies(spec: RopeSpec, head_dim: int) -> Float32s:
+    # Rounded to float32 at each step, as the models were trained; powers from float64.
     rotary_dim = spec.rotary_dim or head_dim
-    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
-    frequencies = 1.0 / (spec.theta**exponent)
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    powers = portable.power(float(np.float32(spec.theta)), exponents.astype(np.float64))
+    frequencies: Float32s = np.float32(1.0) / powers.astype(np.float32)
     match spec.scaling:
         case None:
             return frequencies
         case LinearScaling(factor=factor):
-            return frequencies / factor
+            return frequencies / np.float32(factor)
         case Llama3Scaling() as scaling:
             return _llama3(frequencies, scaling)
         case YarnScaling() as scaling:
             return _yarn(frequencies, scaling, spec.theta)
 
 
-def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+def _llama3(frequencies: Float32s, scaling: Llama3Scaling) -> Float32s:
     context = scaling.original_context_tokens
-    wavelength = 2 * math.pi / frequencies
-    blend = (context / wavelength - scaling.low_freq_factor) / (
+    wavelength = np.float32(2 * math.pi) / frequencies
+    blend = (np.float32(context) / wavelength - np.float32(scaling.low_freq_factor)) / np.float32(
         scaling.high_freq_factor - scaling.low_freq_factor
     )
-    blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
-    is_low = wavelength > context / scaling.low_freq_factor
-    is_high = wavelength < context / scaling.high_freq_factor
-    scaled = torch.where(is_low, frequencies / scaling.factor, frequencies)
-    return torch.where(is_low | is_high, scaled, blended)
+    factor = np.float32(scaling.factor)
+    blended = (np.float32(1) - blend) * frequencies / factor + blend * frequencies
+    is_low = wavelength > np.float32(context / scaling.low_freq_factor)
+    is_high = wavelength < np.float32(context / scaling.high_freq_factor)
+    scaled = np.where(is_low, frequencies / factor, frequencies)
+    return np.where(is_low | is_high, scaled, blended)
 
 
-def _yarn(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
+def _yarn(frequencies: Float32s, scaling: YarnScaling, theta: float) -> Float32s:
     """YaRN (arXiv 2309.00071, §3.2): a linear ramp over the pairs between two numbers of turns."""
     num_pairs = len(frequencies)
 
     def pair_of(num_turns: float) -> float:
         wavelength = scaling.original_context_tokens / (num_turns * 2 * math.pi)
-        return num_pairs * math.log(wavelength) / math.log(theta)
+        return num_pairs * portable.log_of(wavelength) / portable.log_of(theta)
 
     low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.is_truncated:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * num_pairs - 1)
-    ramp = (torch.arange(num_pairs).float() - low) / (high - low or 0.001)
-    kept = 1 - ramp.clamp(0, 1)
-    return frequencies / scaling.factor * (1 - kept) + frequencies * kept
+    pairs = np.arange(num_pairs, dtype=np.float32)
+    ramp = (pairs - np.float32(low)) / np.float32(high - low or 0.001)
+    kept = np.float32(1) - np.minimum(np.maximum(ramp, np.float32(0)), np.float32(1))
+    divided = frequencies / np.float32(scaling.factor)
+    return divided * (np.float32(1) - kept) + frequencies * kept
 
 
 def attention_factor(spec: RopeSpec) -> float:
@@ -81,7 +97,7 @@ class RopeTable:
     """
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device = CPU) -> None:
-        self._frequencies = inverse_frequencies(spec, head_dim)
+        self._frequencies = _frequencies(spec, head_dim)
         self._factor = attention_factor(spec)
         self._turns_PK = torch.empty(0, head_dim // 2, dtype=torch.complex64, device=device)
 
@@ -97,20 +113,40 @@ class RopeTable:
         return self._turns_PK[positions_T].unsqueeze(1)
 
     def _grow(self, num_positions: int) -> None:
-        # Whole steps from absolute position 0: a row's bits never depend on when it was made.
-        turns_PK = [self._turns_PK]
+        first, num_pairs = self._turns_PK.shape
+        step_PK = np.ones((num_positions - first, num_pairs), np.complex64)
         num_turning = len(self._frequencies)
-        for first in range(len(self._turns_PK), num_positions, TABLE_STEP_TOKENS):
-            positions = torch.arange(first, first + TABLE_STEP_TOKENS).float()
-            # Rounded in float32, as the models were trained. In float64 cos and sin are right to
-            # the last bit of float32 whichever library made them.
-            angles = (positions[:, None] * self._frequencies).double()
-            step_PK = torch.ones(TABLE_STEP_TOKENS, self._turns_PK.shape[1], dtype=torch.complex64)
-            step_PK[:, :num_turning] = torch.complex(angles.cos().float(), angles.sin().float())
-            if self._factor != 1.0:
-                step_PK[:, :num_turning] *= self._factor
-            turns_PK.append(step_PK.to(self._turns_PK.device))
-        self._turns_PK = torch.cat(turns_PK)
+        size = max(1, TURNED_AT_ONCE // num_turning)
+        for start in range(0, len(step_PK), size):
+            part_PK = step_PK[start : start + size, :num_turning]
+            positions = np.arange(first + start, first + start + len(part_PK))
+            _write_turns(positions, self._frequencies, self._factor, part_PK)
+        added_PK = torch.from_numpy(step_PK).to(self._turns_PK.device)
+        self._turns_PK = torch.cat([self._turns_PK, added_PK])
+
+
+def turns_of(spec: RopeSpec, head_dim: int, positions_P: NDArray[np.int64]) -> Tensor:
+    """Return a table's turns of the positions, of the pairs that turn alone; complex [P, K / 2]."""
+    frequencies = _frequencies(spec, head_dim)
+    out_PK = np.empty((len(positions_P), len(frequencies)), np.complex64)
+    _write_turns(positions_P, frequencies, attention_factor(spec), out_PK)
+    return torch.from_numpy(out_PK)
+
+
+def _write_turns(
+    positions_P: NDArray[np.int64],
+    frequencies_K: Float32s,
+    factor: float,
+    out_PK: NDArray[np.complex64],
+) -> None:
+    """Write factor * (cos + i sin) of the positions' angles; the bits are the same everywhere."""
+    # Rounded in float32, as the models were trained.
+    angles = positions_P.astype(np.float32)[:, None] * frequencies_K
+    cos, sin = portable.cos_sin(angles.astype(np.float64))
+    out_PK.real, out_PK.imag = cos, sin
+    if factor != 1.0:
+        out_PK.real *= np.float32(factor)
+        out_PK.imag *= np.float32(factor)
 
 
 def pair_order(head_dim: int, spec: RopeSpec | None) -> Tensor:

@@ -1,6 +1,5 @@
 """How positions rotate q and k; torch-free."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,7 +41,11 @@ class YarnScaling:
 
     def magnitude(self, mscale: float) -> float:
         """Return what YaRN multiplies attention by to keep its entropy over a longer context."""
-        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        if self.factor <= 1:
+            return 1.0
+        from prfaas.engine import portable  # imports numpy, which a description never needs
+
+        return 0.1 * mscale * portable.log_of(self.factor) + 1.0
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling

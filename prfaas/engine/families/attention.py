@@ -1,5 +1,6 @@
 """Families of attention alone: Llama, Qwen3, Gemma 3, MiniMax-M2, MiMo-V2-Flash, gpt-oss."""
 
+import math
 from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -71,7 +72,7 @@ def gqa(fields: Fields, rotation: RopeSpec | None, **changes: Unpack[GqaChanges]
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        scale=head_dim**-0.5,
+        scale=1.0 / math.sqrt(head_dim),
         rope=rotation,
         has_bias=fields.flag("attention_bias"),
     )
@@ -147,7 +148,7 @@ def gemma3(fields: Fields) -> ModelSpec:
     ropes = ropes_by_layer_type(
         fields, head_dim_of(fields), sliding_theta=fields.number("rope_local_base_freq")
     )
-    scale = fields.number("query_pre_attn_scalar") ** -0.5
+    scale = 1.0 / math.sqrt(fields.number("query_pre_attn_scalar"))
     layers = []
     for kind in kinds:
         window = window_tokens(fields, kind)
@@ -161,7 +162,7 @@ def gemma3(fields: Fields) -> ModelSpec:
         activation_field="hidden_activation",
         has_unit_offset_norms=True,
         # transformers rounds the factor to the dtype of the embedding, here float32.
-        embedding_scale=fields.integer("hidden_size") ** 0.5,
+        embedding_scale=math.sqrt(fields.integer("hidden_size")),
     )
 
 

@@ -138,7 +138,7 @@ def mla(fields: Fields, rotation: RopeSpec | None, *, has_output_gate: bool = Fa
     for name in ("attention_bias", "use_qkv_bias", "use_bias"):
         fields.refuse_unless(name, False)
     nope_dim, rope_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
-    scale = (nope_dim + rope_dim) ** -0.5
+    scale = 1.0 / math.sqrt(nope_dim + rope_dim)
     if rotation is not None and isinstance(rotation.scaling, YarnScaling):
         yarn = rotation.scaling
         scale *= yarn.magnitude(yarn.mscale_all_dim) ** 2 if yarn.mscale_all_dim else 1.0

@@ -1,5 +1,7 @@
 """Families with lightning attention: MiniMax-01 and M1, Ring and Ling 2.5."""
 
+import math
+
 from prfaas.engine.families.attention import gqa, head_dim_of
 from prfaas.engine.families.delta import mla
 from prfaas.engine.families.experts import (
@@ -118,7 +120,7 @@ def _ring_lightning(fields: Fields, index: int, theta: float, rotary_dim: int) -
     return LightningSpec(
         num_heads=fields.integer("num_attention_heads"),
         head_dim=head_dim,
-        scale=head_dim**-0.5,
+        scale=1.0 / math.sqrt(head_dim),
         # The official code counts from -1 here; other engines from 0.
         slope_scale=1 - (index - 1) / (fields.num_layers() - 1) + 1e-5,
         rope=RopeSpec(theta=theta, rotary_dim=None if rotary_dim == head_dim else rotary_dim),

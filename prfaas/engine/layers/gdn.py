@@ -16,6 +16,7 @@ from prfaas.engine.layers.mlp import silu
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear
 from prfaas.engine.mixer_spec import GdnSpec
+from prfaas.engine.native.exp import exp_of
 from prfaas.engine.native.gates import gate_rows
 from prfaas.engine.recurrence import begin, run
 
@@ -47,7 +48,7 @@ class GdnMixer:
             value_dim=spec.value_dim,
             decays_per_head=1,
         )
-        self._negative_A_H = A_log_H.float().exp().neg_()
+        self._negative_A_H = exp_of(A_log_H).neg_()
         self._dt_bias_H = dt_bias_H.float()
         self._norm_weight_HV = norm.weight.repeat(spec.num_value_heads, 1)
         self._walk = None

@@ -15,6 +15,7 @@ from prfaas.engine.layers.gates import sigmoid, softplus
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear
 from prfaas.engine.mixer_spec import KdaSpec
+from prfaas.engine.native.exp import exp_of
 from prfaas.engine.native.gates import gate_rows
 from prfaas.engine.recurrence import begin, run
 
@@ -54,7 +55,7 @@ class KdaMixer:
             value_dim=spec.head_dim,
             decays_per_head=spec.head_dim,
         )
-        self._A_X = A_log_H.float().exp().reshape(-1, 1).repeat(1, spec.head_dim).flatten()
+        self._A_X = exp_of(A_log_H).reshape(-1, 1).repeat(1, spec.head_dim).flatten()
         self._dt_bias_X = dt_bias_HD.float().flatten()
         self._norm_weight_HK = norm.weight.repeat(spec.num_heads, 1)
         self._walk = None

@@ -8,9 +8,11 @@ dim, R = 3HK projected rows q, k, v; states [H, K, K] with the key first.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from prfaas.engine import portable
 from prfaas.engine.batch import Batch, OnWritten, Rows
 from prfaas.engine.layers.gates import sigmoid
 from prfaas.engine.layers.mlp import silu
@@ -28,8 +30,8 @@ CPU = torch.device("cpu")
 
 def slopes(spec: LightningSpec) -> Tensor:
     """Return each head's slope, float64 [H]."""
-    heads = torch.arange(1, spec.num_heads + 1, dtype=torch.float64)
-    return spec.slope_scale * 2.0 ** (-8.0 * heads / spec.num_heads)
+    heads = np.arange(1, spec.num_heads + 1, dtype=np.float64)
+    return torch.from_numpy(spec.slope_scale * portable.power(2.0, -8.0 * heads / spec.num_heads))
 
 
 def recur(
@@ -123,7 +125,7 @@ class LightningWalk:
     def __init__(self, spec: LightningSpec) -> None:
         self._scale = spec.scale
         self._shape = (3 * spec.num_heads, spec.head_dim)
-        self._loss_H = torch.expm1(-slopes(spec)).float()
+        self._loss_H = torch.from_numpy(portable.expm1(-slopes(spec).numpy())).float()
 
     def __call__(self, rows_TR: Tensor, parts: Sequence[Part], out_TX: Tensor) -> None:
         """Write the output rows of all parts, and hold their states."""

@@ -20,6 +20,7 @@ from prfaas.engine.layers.mlp import silu
 from prfaas.engine.layers.norm import RmsNorm
 from prfaas.engine.linear import Linear
 from prfaas.engine.mixer_spec import Mamba2Spec
+from prfaas.engine.native.exp import exp_of
 from prfaas.engine.native.gates import gate_rows, step_sizes
 from prfaas.engine.native.recurrence import Inputs, walk
 from prfaas.engine.recurrence import CHUNK_TOKENS, Part, begin, run
@@ -56,7 +57,7 @@ class Mamba2Core:
     ) -> None:
         self._spec = spec
         self._conv = CausalConv(conv_weight_WC, conv_bias_C)
-        self._A_H = -torch.exp(A_log_H.float())
+        self._A_H = -exp_of(A_log_H)
         self._D_H1 = D_H.float()[:, None].contiguous()
         self.row_dim = spec.conv_channels + spec.num_heads
         self.out_dim = spec.inner_dim
@@ -118,7 +119,7 @@ class Mamba2Walk:
     ) -> None:
         self._spec = spec
         self._conv = CausalConv(conv_weight_WC, conv_bias_C, has_silu=True)
-        self._A_H = torch.exp(A_log_H.float())
+        self._A_H = exp_of(A_log_H)
         self._D_H = D_H.float().contiguous()
         self._dt_bias_H = dt_bias_H.float().contiguous()
         self._dt_limit = dt_limit

@@ -17,11 +17,11 @@ from torch import Tensor
 from prfaas.engine.ffn_spec import MoeSpec
 from prfaas.engine.layers.gates import sigmoid
 from prfaas.engine.linear import Linear
+from prfaas.engine.native.experts import SMALLEST_SUM, choose_experts
 from prfaas.engine.recorder import by_value
 
 EXPERTS_PER_GROUP_SCORE = 2
 """A group is as good as its best two experts together (DeepSeek-V3)."""
-SMALLEST_SUM = 1e-20
 
 
 class MoeMlp:
@@ -82,6 +82,8 @@ class MoeMlp:
     def choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's experts and their weights, [T, K] both, best first."""
         spec = self.spec
+        if logits_TE.is_cpu:
+            return choose_experts(logits_TE, self._selection_bias_E, spec)
         selection_TE = scores_TE = self._scores(logits_TE)
         if self._selection_bias_E is not None:
             selection_TE = scores_TE + self._selection_bias_E

@@ -6,6 +6,7 @@ Shapes: T tokens, H heads, G decays of a token: H, or H K, h heads of q and of k
 X = N groups of M numbers, a row of outputs.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def delta_gates(
         decay_bound or 0.0,
         beta_scale,
         norm_eps,
-        key_dim**-0.5,
+        1.0 / math.sqrt(key_dim),
         threads=1 if num_values <= SERIAL_VALUES else None,
     )
     return gates
