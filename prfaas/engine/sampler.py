@@ -4,6 +4,9 @@ Random draws are Gumbel-max. The noise is a counter-based hash of (seed, choice 
 position, token id), so the same token comes out wherever the same logits are: on a peer, here, after
 a failover, with any neighbours in the batch. Nothing here depends on the number of threads either.
 
+A library's exp and log are as fast as they are not the same everywhere. So they only decide what is
+clear by more than they can be wrong; what is not is decided by `portable`'s.
+
 The order of the filters is vLLM's: penalties, bias, temperature, min_p, top_k, top_p.
 
 V vocabulary entries, N of them that are still candidates.
@@ -11,13 +14,15 @@ V vocabulary entries, N of them that are still candidates.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prfaas.engine.splitmix import GOLDEN, MASK, MIX_1, MIX_2, mix64
+from prfaas.engine import portable
+from prfaas.engine.splitmix import GOLDEN, MASK, mix64, mix_in_place
 from prfaas.errors import EngineError
 from prfaas.types import SamplingParams, TokenLogprobs
 
@@ -32,6 +37,12 @@ MIN_LOGPROB = -9999.0
 _NUM_SCORED_FIRST = 1024
 """Of the whole vocabulary; few of the others can then still win."""
 _NUM_SAMPLED = 4096
+_CLOSE_SCORE = 1e-9
+"""Scores that are nearer to each other are compared once more; float64's log is right to 1e-14."""
+_CLOSE_SHARE, _CLOSE_WIDE_SHARE = 1e-5, 1e-10
+"""So shares of the probability: sums of float32's exp, of differences rounded to float32, are right to
+4e-6, and those of float64's to 1e-11."""
+_SUMMED_AT_ONCE = 1 << 13
 
 
 def noise_key(seed: int, choice_index: int, position: int) -> int:
@@ -152,12 +163,14 @@ class Sampler:
 
     def gumbel(self, key: int, ids_N: Ids) -> Float64s:
         """Return standard Gumbel noise of the given token ids; finite, within -3.7 .. 36.8."""
+        return -np.log(-np.log(self._uniform(key, ids_N)))
+
+    def _uniform(self, key: int, ids_N: Ids) -> Float64s:
         words_N = self._steps_V[ids_N]
         words_N += np.uint64(key)
-        _mix_in_place(words_N, np.empty_like(words_N))
+        mix_in_place(words_N, np.empty_like(words_N))
         # 52 bits and a half fill a float64 exactly; with one more bit the largest would round to 1.
-        uniform_N = ((words_N >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-        return -np.log(-np.log(uniform_N))
+        return ((words_N >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
     def _draw_random(self, logits_V: Float32s, params: SamplingParams, key: int) -> int:
         peak = float(logits_V.max())
@@ -165,7 +178,12 @@ class Sampler:
         if ids_N is None:
             ids_N = self._contenders(logits_V, peak, params.temperature, key)
         scores_N = _scaled(logits_V[ids_N], peak, params.temperature) + self.gumbel(key, ids_N)
-        return int(ids_N[scores_N.argmax()])  # ids ascend, so ties go to the smallest
+        ids_N = _close_to_largest(ids_N, scores_N)
+        if ids_N.size > 1:
+            noise_N = -portable.log(-portable.log(self._uniform(key, ids_N)))
+            scores_N = _scaled(logits_V[ids_N], peak, params.temperature) + noise_N
+            ids_N = ids_N[scores_N.argmax() :]  # ids ascend, so ties go to the smallest
+        return int(ids_N[0])
 
     def _contenders(self, logits_V: Float32s, peak: float, temperature: float, key: int) -> Ids:
         """Return ascending ids that include the winner of the whole vocabulary.
@@ -187,13 +205,13 @@ class Sampler:
         # A hair below the bound, so that rounding cannot leave the winner out.
         needed_uniform = math.exp(-math.exp(-needed_noise)) * (1 - 1e-9)
         others_N = loud_ids(key, int(needed_uniform * 2.0**52) << 12, logits_V.size)
-        return np.union1d(others_N, first_N[best_N.argmax()])
+        return np.union1d(others_N, _close_to_largest(first_N, best_N))
 
     def _kept_ids(self, logits_V: Float32s, peak: float, params: SamplingParams) -> Ids | None:
         """Return the ascending ids that min_p, top_k and top_p leave; None is the vocabulary."""
         ids_N: Ids | None = None
         if params.min_p > 0.0:
-            floor = peak + params.temperature * math.log(params.min_p)
+            floor = peak + params.temperature * portable.log_of(params.min_p)
             ids_N = np.flatnonzero(logits_V >= np.float64(floor))
         if params.top_k is not None:
             num_left = logits_V.size if ids_N is None else ids_N.size
@@ -208,20 +226,20 @@ class Sampler:
     def _nucleus(self, logits_N: Float32s, peak: float, temperature: float, top_p: float) -> Ids:
         """Return the indices of the fewest most likely candidates whose mass reaches `top_p`.
 
-        At least one is returned; ties go to the smallest index. Only the candidates near the peak
-        get sorted, however deep that has to be: running sums over a sorted list do not depend on
-        what follows.
+        At least one is returned; ties go to the smallest index.
         """
-        target = top_p * self._mass(logits_N, peak, temperature)
-        depth_nats = 2.0
-        while True:
-            top = np.flatnonzero(logits_N >= np.float64(peak - depth_nats * temperature))
-            weights = np.exp(_scaled(logits_N[top], peak, temperature))
-            if weights.sum() > target or top.size == logits_N.size:
-                order = np.argsort(-logits_N[top], kind="stable")
-                size = int(np.searchsorted(weights[order].cumsum(), target)) + 1
-                return top[order[:size]]
-            depth_nats *= 1.5
+        ways = (
+            (self._mass, np.exp, _CLOSE_SHARE),
+            (partial(_wide_mass, np.exp), np.exp, _CLOSE_WIDE_SHARE),
+            (partial(_wide_mass, portable.exp), portable.exp, 0.0),
+        )
+        for mass_of, exponential, close in ways:
+            mass = mass_of(logits_N, peak, temperature)
+            low, high = mass * (top_p - close), mass * (top_p + close)
+            nucleus = _cut(logits_N, peak, temperature, exponential, (low, high))
+            if nucleus is not None:
+                return nucleus
+        raise AssertionError("the last way leaves nothing open")
 
     def _mass(self, logits_N: Float32s, peak: float, temperature: float) -> float:
         """Return the sum of exp((logit - peak) / temperature): terms in float32, sum in float64."""
@@ -249,6 +267,48 @@ class Sampler:
         return np.float32(self._floats_V[rank])
 
 
+def _close_to_largest(ids_N: Ids, scores_N: Float64s) -> Ids:
+    """Return the ids whose scores may be the largest."""
+    return ids_N[scores_N >= scores_N.max() - _CLOSE_SCORE]
+
+
+def _wide_mass(
+    exponential: Callable[[Float64s], Float64s],
+    logits_N: Float32s,
+    peak: float,
+    temperature: float,
+) -> float:
+    """Return the sum of exp((logit - peak) / temperature) in float64, in ascending order."""
+    mass = 0.0
+    for start in range(0, logits_N.size, _SUMMED_AT_ONCE):
+        part_N = _scaled(logits_N[start : start + _SUMMED_AT_ONCE], peak, temperature)
+        mass += float(exponential(part_N).cumsum()[-1])
+    return mass
+
+
+def _cut(
+    logits_N: Float32s,
+    peak: float,
+    temperature: float,
+    exponential: Callable[[Float64s], Float64s],
+    targets: tuple[float, float],
+) -> Ids | None:
+    """Return the fewest most likely candidates whose mass reaches a target; None: which, matters.
+
+    Only the candidates near the peak get sorted, however deep that has to be: running sums over a
+    sorted list do not depend on what follows.
+    """
+    depth_nats = 2.0
+    while True:
+        top = np.flatnonzero(logits_N >= np.float64(peak - depth_nats * temperature))
+        weights = exponential(_scaled(logits_N[top], peak, temperature))
+        if weights.sum() > targets[1] or top.size == logits_N.size:
+            order = np.argsort(-logits_N[top], kind="stable")
+            first, last = np.searchsorted(weights[order].cumsum(), targets)
+            return top[order[: int(first) + 1]] if first == last else None
+        depth_nats *= 1.5
+
+
 def _edge(logits_V: Float32s) -> np.float32:
     """Return a logit that about _NUM_SCORED_FIRST of the vocabulary exceed, as a sample tells."""
     sample = logits_V[:: max(1, logits_V.size // _NUM_SAMPLED)]
@@ -273,15 +333,3 @@ def _scaled(logits_N: Float32s, peak: float, temperature: float) -> Float64s:
     """Return (logits - peak) / temperature in float64; the peak becomes 0."""
     with np.errstate(over="ignore"):  # a tiny temperature: -inf is right
         return (logits_N.astype(np.float64) - peak) / temperature
-
-
-def _mix_in_place(words: Words, shifted: Words) -> None:
-    """Apply `mix64` to every word; numpy's uint64 wraps as the hash wants."""
-    np.right_shift(words, np.uint64(30), out=shifted)
-    np.bitwise_xor(words, shifted, out=words)
-    np.multiply(words, np.uint64(MIX_1), out=words)
-    np.right_shift(words, np.uint64(27), out=shifted)
-    np.bitwise_xor(words, shifted, out=words)
-    np.multiply(words, np.uint64(MIX_2), out=words)
-    np.right_shift(words, np.uint64(31), out=shifted)
-    np.bitwise_xor(words, shifted, out=words)

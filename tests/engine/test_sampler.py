@@ -365,3 +365,61 @@ def test_logprobs_ignore_temperature_penalties_and_bias():
 def test_no_logprobs_unless_asked_for():
     row = np.array([0.0, 1.0], dtype=np.float32)
     assert Sampler(2).draw(row, params(), choice_index=0, position=0, history=None).logprobs is None
+
+
+# ---------------------------------------------------------------- unlike libraries
+
+
+def slightly_wrong(function, by):
+    """What another library's function may give: right to `by`, another way for each number."""
+
+    def wrong(x, *args, **more):
+        right = function(x, *args, **more)
+        bits = np.asarray(x, np.float64).view(np.uint64) * np.uint64(GOLDEN) >> np.uint64(62)
+        error = by if right.dtype == np.float64 else 1e-6
+        wrong = (right * (1.0 + error * (bits.astype(np.float64) - 1.0))).astype(right.dtype)
+        if "out" in more:
+            np.copyto(more["out"], wrong)
+        return wrong
+
+    return wrong
+
+
+def test_scores_that_only_a_librarys_rounding_parts_are_drawn_alike(monkeypatch):
+    sampler, row, ties = Sampler(2), np.array([0.0, -1.0], np.float32), []
+    for seed in range(100):
+        first, second = sampler.gumbel(noise_key(seed, 0, 0), np.arange(2))
+        if second > first + 0.5:  # at this temperature the scores are equal but for rounding
+            ties.append(params(temperature=1.0 / (second - first), seed=seed))
+    wanted = [draw_id(row, tie, position=0) for tie in ties]
+    monkeypatch.setattr(np, "log", slightly_wrong(np.log, 1e-13))
+    assert [draw_id(row, tie, position=0) for tie in ties] == wanted
+    assert len(ties) > 20
+
+
+def test_a_nucleus_that_ends_within_a_librarys_rounding_is_cut_alike(monkeypatch):
+    row = [1.0] * 8  # the first 4 have a half, in exact arithmetic
+    sampling = [params(temperature=1.0, top_p=0.5, seed=seed) for seed in range(200)]
+    wanted = [draw_id(row, some) for some in sampling]
+    assert set(wanted) == {0, 1, 2, 3}
+    monkeypatch.setattr(np, "exp", slightly_wrong(np.exp, 1e-13))
+    assert [draw_id(row, some) for some in sampling] == wanted
+
+
+def test_draws_of_many_kinds_are_the_same_whichever_way_last_digits_fall(monkeypatch):
+    rows = [
+        np.linspace(0.0, 1e-7, BIG_VOCAB).astype(np.float32),
+        np.random.default_rng(5).standard_normal(BIG_VOCAB).astype(np.float32),
+    ]
+    kinds = [{}, {"top_p": 0.4}, {"top_p": 0.95, "top_k": 3000}, {"min_p": 0.2}]
+
+    def drawn():
+        return [
+            draw_id(row, params(temperature=1.0, seed=seed, **kind))
+            for row, kind, seed in itertools.product(rows, kinds, range(3))
+        ]
+
+    wanted = drawn()
+    monkeypatch.setattr(np, "log", slightly_wrong(np.log, 1e-13))
+    monkeypatch.setattr(np, "exp", slightly_wrong(np.exp, 1e-13))
+    assert drawn() == wanted
