@@ -31,7 +31,10 @@ def find_device(name: str) -> torch.device:
 
 
 def device_names(device: torch.device) -> tuple[str, ...]:
-    """Return what of the device and its libraries decides the bits of a result, without spaces."""
+    """Return names of the device and its libraries, without spaces.
+
+    Of a CPU they decide no bits, and are not part of a fingerprint.
+    """
     if device.type == "cpu":
         capability = torch.backends.cpu.get_cpu_capability()
         return f"cpu-{platform.machine()}-{capability}", f"torch-{torch.__version__}"

@@ -1,14 +1,18 @@
 """Exactness, tested at start on the very weights and kernels in use, and named in a fingerprint.
 
 Two nodes whose fingerprints are equal and say "exact" compute the same bits for the same tokens,
-however the tokens were cut into chunks and batches. Kernels that promise no such thing are tested
-for a bound, and their fingerprint says that rows depend on the batch.
+however the tokens were cut into chunks and batches, and whatever their CPUs: the kernels' source says
+which bits (`native/code.py`), and a fingerprint has a hash of what they gave here, for inputs that are
+the same everywhere. Kernels that promise no such thing are tested for a bound, and their fingerprint
+names the device and libraries, and says that rows depend on the batch.
 """
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,10 +21,15 @@ from prfaas.engine.batch import Batch, Rows, Segment
 from prfaas.engine.device import device_names
 from prfaas.engine.kv import CPU, AttentionSpec, attention_of, buffer_shapes, span_of
 from prfaas.engine.linear import Packing
-from prfaas.engine.mixer_spec import GqaSpec, LightningSpec
+from prfaas.engine.mixer_spec import GqaSpec, LightningSpec, MixerSpec, MlaSpec, ParallelSpec
 from prfaas.engine.model import Model
+from prfaas.engine.model_spec import Activation
+from prfaas.engine.native.activations import gated
 from prfaas.engine.native.attention_unit import KEY_BLOCK
 from prfaas.engine.options import WeightDtype
+from prfaas.engine.probe import Probe, all_sizes
+from prfaas.engine.rope import turns_of
+from prfaas.engine.rope_spec import RopeSpec
 from prfaas.errors import ConfigError
 from prfaas.log import get_logger
 
@@ -30,6 +39,11 @@ TEST_CUTS = (1, 2, 4, 9, 70, 71, 200, 264)
 NUM_NEIGHBOUR_TOKENS = 2
 NUM_TEST_KEYS = 1100
 NUM_TEST_ROWS = 20
+TEST_POSITIONS = np.concatenate([np.arange(64), 2 ** np.arange(6, 21) - 1, 2 ** np.arange(6, 21)])
+NUM_TEST_IDS = 64
+HASH_DIGITS = 32
+ODD_WIDTH = 95
+"""Of rows that end in the midst of any vector; all_sizes() fills 90 of them."""
 HEAD_ROWS = (12, 1, 2, 4)
 """Rows of the head's pieces."""
 SELF_TEST_BOUNDS: dict[Packing, float] = {"torch-bf16": 0.05, "torch-f32": 1e-3}
@@ -69,14 +83,13 @@ def numerics_fingerprint(model: Model) -> str:
     """
     device, kv = device_names(model.device), f"kv-{model.kv_dtype}"
     _choose_greedy_head(model)
+    test = self_test(model)
     if not model.is_exact:
-        self_test(model)
         return " ".join((*device, model.packing, "attention-torch", kv, exactness(model)))
-    test = f"test-{self_test(model)[:16]}"
     model.choose_recordings()
-    return " ".join(
-        (*device, model.packing, f"attention-joined{KEY_BLOCK}", kv, exactness(model), test)
-    )
+    attention, results = f"attention-joined{KEY_BLOCK}", f"test-{test[:HASH_DIGITS]}"
+    # Neither kind nor libraries of the CPU: that they make no difference is what the test's hash says.
+    return " ".join((model.device.type, model.packing, attention, kv, exactness(model), results))
 
 
 @torch.no_grad()
@@ -84,9 +97,9 @@ def _choose_greedy_head(model: Model) -> None:
     greedy = model.greedy_head
     if greedy is None:
         return
-    generator = torch.Generator().manual_seed(0)
+    probe = Probe()
     for num_rows in HEAD_ROWS:
-        x_TD = torch.randn(num_rows, model.config.hidden_size, generator=generator)
+        x_TD = probe.normal(num_rows, model.config.hidden_size)
         if not greedy.agrees_with(x_TD, model.lm_head(x_TD)):
             get_logger().warning("greedy_head.inexact")
             model.greedy_head = None
@@ -105,23 +118,28 @@ def exactness(model: Model) -> str:
 def self_test(model: Model) -> str:
     """Run one layer of each kind, long attention and the head whole and in pieces.
 
+    Of an exact model the functions that layers are made of are run over their whole range, too.
+
     Returns:
-        The sha256 of all results. It does not depend on the number of threads.
+        The sha256 of all results. It does not depend on the number of threads, nor, if exact, on
+        the machine.
 
     Raises:
         InexactKernelsError: naming the part whose bits differ, or which is out of SELF_TEST_BOUNDS.
     """
-    generator = torch.Generator().manual_seed(0)
+    probe = Probe()
     digest = hashlib.sha256()
     for index in _first_of_each_kind(model):
-        x_TD = torch.randn(NUM_TEST_TOKENS, model.config.hidden_size, generator=generator)
+        x_TD = probe.rows(NUM_TEST_TOKENS, model.config.hidden_size)
         rows_TD = _test_layer(model, index, x_TD.to(model.device))
         digest.update(rows_TD.cpu().numpy().data)
         attention = attention_of(model.config.layers[index])
         if attention is not None and model.is_exact:
-            digest.update(long_attention(attention, generator).numpy().data)
-    x_TD = torch.randn(sum(HEAD_ROWS), model.config.hidden_size, generator=generator)
-    x_TD = x_TD.to(model.device)
+            digest.update(long_attention(attention, probe).numpy().data)
+    if model.is_exact:
+        for result in _functions(model):
+            digest.update(result.contiguous().numpy().data)
+    x_TD = model.norm(probe.rows(sum(HEAD_ROWS), model.config.hidden_size).to(model.device))
     whole_TV = model.lm_head(x_TD)
     pieces_TV = torch.cat(
         [model.lm_head(piece_TD) for piece_TD in torch.split(x_TD, list(HEAD_ROWS))]
@@ -129,6 +147,37 @@ def self_test(model: Model) -> str:
     _require_alike("the head", whole_TV, pieces_TV, model)
     digest.update(whole_TV.contiguous().cpu().numpy().data)
     return digest.hexdigest()
+
+
+def _functions(model: Model) -> Iterator[Tensor]:
+    """Yield results of what is no layer, or sees little of its range in one."""
+    spec = model.config
+    yield activation_everywhere(spec.activation)
+    for index in _first_of_each_kind(model):
+        if (turns_PK := _turns_everywhere(spec.layers[index])) is not None:
+            yield turns_PK
+    ids = np.arange(NUM_TEST_IDS) * (spec.vocab_size - 1) // (NUM_TEST_IDS - 1)
+    yield model.embed_tokens(torch.from_numpy(ids))
+
+
+def _turns_everywhere(layer: MixerSpec) -> Tensor | None:
+    """Return the layer's turns of positions up to a million; None: it has none."""
+    match layer.attention if isinstance(layer, ParallelSpec) else layer:
+        case GqaSpec(rope=RopeSpec() as rope, head_dim=width):
+            pass
+        case LightningSpec(rope=RopeSpec() as rope, head_dim=width):
+            pass
+        case MlaSpec(rope=RopeSpec() as rope, rope_dim=width):
+            pass
+        case _:
+            return None
+    return torch.view_as_real(turns_of(rope, width, TEST_POSITIONS))
+
+
+def activation_everywhere(name: Activation) -> Tensor:
+    """Return a gated feed-forward's activation, and so the exponential, of gates of all sizes."""
+    gates_TF = all_sizes().view(-1, ODD_WIDTH)
+    return gated(name, torch.cat([gates_TF, torch.ones_like(gates_TF)], dim=1))
 
 
 def _first_of_each_kind(model: Model) -> list[int]:
@@ -183,7 +232,7 @@ def _run_layer(model: Model, index: int, x_TD: Tensor, cuts: tuple[int, ...]) ->
 
 
 @torch.no_grad()
-def long_attention(spec: AttentionSpec, generator: torch.Generator) -> Tensor:
+def long_attention(spec: AttentionSpec, probe: Probe) -> Tensor:
     """Return the last rows of a longer sequence than a layer's test has.
 
     They must be equal as a chunk and as steps, which see no more than they need.
@@ -192,14 +241,13 @@ def long_attention(spec: AttentionSpec, generator: torch.Generator) -> Tensor:
         InexactKernelsError: they are not.
     """
     buffers = [
-        torch.randn(num_heads, NUM_TEST_KEYS, width, generator=generator)
-        for num_heads, width in buffer_shapes(spec)
+        probe.normal(num_heads, NUM_TEST_KEYS, width) for num_heads, width in buffer_shapes(spec)
     ]
     num_heads, _, key_dim = buffers[0].shape
     by_group = (num_heads, spec.num_heads // num_heads)
-    q_THGK = torch.randn(NUM_TEST_ROWS, *by_group, key_dim, generator=generator)
+    q_THGK = probe.normal(NUM_TEST_ROWS, *by_group, key_dim)
     has_sinks = isinstance(spec, GqaSpec) and spec.has_sinks
-    sinks_HG = torch.randn(by_group, generator=generator) if has_sinks else None
+    sinks_HG = probe.normal(*by_group) if has_sinks else None
     start = NUM_TEST_KEYS - NUM_TEST_ROWS
 
     def run(queries: list[Queries]) -> Tensor:

@@ -7,8 +7,10 @@ import torch
 from prfaas.cache.prefix import PrefixCache
 from prfaas.clock import monotonic_s
 from prfaas.config.options import NodeConfig
+from prfaas.engine.device import device_names
 from prfaas.engine.loader import load_model
 from prfaas.engine.runner import Runner
+from prfaas.log import get_logger
 from prfaas.models.store import resolve
 from prfaas.server.node import Progress
 from prfaas.server.parts import ModelParts, NodeParts, make_parts
@@ -33,6 +35,11 @@ def load_model_parts(config: NodeConfig, progress: Progress) -> NodeParts:
     progress("load weights", 0, 1)
     engine = config.engine
     model = load_model(model_dir, dtype=engine.weight_dtype, device=engine.device)
+    get_logger().info(
+        "numerics.tested",
+        fingerprint=model.numerics_fingerprint,
+        machine=" ".join(device_names(model.device)),
+    )
     progress("allocate cache", 0, 1)
     parts = ModelParts(
         layout=model.layout(config.cache.block_tokens),

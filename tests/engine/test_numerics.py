@@ -3,26 +3,31 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from prfaas.engine import linear
+from prfaas.engine import linear, numerics
 from prfaas.engine.attention import attend
+from prfaas.engine.device import device_names
 from prfaas.engine.kv import AttentionSpec
 from prfaas.engine.layers.moe import MoeMlp
 from prfaas.engine.linear import Packing
 from prfaas.engine.loader import load_model
 from prfaas.engine.mixer_spec import GqaSpec, MlaSpec
 from prfaas.engine.model import Model
+from prfaas.engine.model_spec import Activation
 from prfaas.engine.numerics import (
     InexactKernelsError,
+    activation_everywhere,
     long_attention,
+    numerics_fingerprint,
     packing_of,
     self_test,
 )
+from prfaas.engine.probe import Probe
 from prfaas.errors import ConfigError
 from tests.engine.golden import load
 from tests.tiny_models import Family, write_tiny_model
@@ -60,10 +65,61 @@ def test_the_hash_does_not_depend_on_threads(
 def test_the_fingerprint_names_what_decides_the_bits(model_dir: Path) -> None:
     model = load_model(model_dir, dtype="float32")
     words = model.numerics_fingerprint.split()
-    assert words[0].endswith(torch.backends.cpu.get_cpu_capability())
-    assert words[1] == f"torch-{torch.__version__}"
-    assert model.packing in words[2]
-    assert words[-1] == f"test-{self_test(model)[:16]}"
+    assert words[:2] == ["cpu", model.packing]
+    assert words[-1] == f"test-{self_test(model)[:32]}"
+
+
+def test_the_fingerprint_names_neither_the_cpu_nor_libraries(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(model_dir, dtype="float32")
+    for name in device_names(model.device):
+        assert name not in model.numerics_fingerprint
+    monkeypatch.setattr("torch.__version__", "2.99")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    assert numerics_fingerprint(model) == model.numerics_fingerprint
+
+
+ONE_BIT = 1 + 2.0**-23
+
+
+@pytest.mark.parametrize(
+    "part", ["gated", "turns_of", "Probe.normal", "Model.norm", "Model.embed_tokens"]
+)
+def test_a_machine_that_rounds_otherwise_has_another_fingerprint(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    model = load_model(model_dir, dtype="float32")
+    holder: Any = numerics
+    name = part
+    if part.startswith("Model."):
+        holder, name = model, part.removeprefix("Model.")
+    elif part.startswith("Probe."):
+        holder, name = Probe, part.removeprefix("Probe.")
+    exact = getattr(holder, name)
+    monkeypatch.setattr(holder, name, lambda *args: exact(*args) * ONE_BIT)
+    assert numerics_fingerprint(model) != model.numerics_fingerprint
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_activations_are_tested_over_the_whole_range_of_the_exponential(
+    activation: Activation,
+) -> None:
+    result = activation_everywhere(activation)
+    assert result.isfinite().all()
+    assert len(set(result.flatten().tolist())) > 2000
+    smallest = float(result.abs()[result != 0].min())
+    assert smallest < 2.0**-126 or activation == "clamped_silu"  # a denormal is not flushed
+
+
+def test_a_machine_that_flushes_denormals_has_another_fingerprint(model_dir: Path) -> None:
+    model = load_model(model_dir, dtype="float32")
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush denormals")
+    try:
+        assert numerics_fingerprint(model) != model.numerics_fingerprint
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_other_weights_have_another_hash(model_dir: Path, tmp_path: Path) -> None:
@@ -122,10 +178,10 @@ def test_steps_that_are_not_exact_are_found(
         if len(args[1]) > 1:
             spoil(out_THGV)
 
-    assert long_attention(spec, torch.Generator().manual_seed(0)).isfinite().all()
+    assert long_attention(spec, Probe()).isfinite().all()
     monkeypatch.setattr("prfaas.engine.numerics.attend", attend_otherwise)
     with pytest.raises(InexactKernelsError, match="attention of window"):
-        long_attention(spec, torch.Generator().manual_seed(0))
+        long_attention(spec, Probe())
 
 
 def broken_pack(weight_NK: Tensor, packing: Packing, bias_N: Tensor | None = None) -> linear.Linear:

@@ -50,13 +50,19 @@ def _require_executable_memory() -> None:
         )
 
 
+def target() -> tuple[str, str]:
+    """Return LLVM's name of the CPU that code is made for, and its features; they decide no bits."""
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
 def machine_code(source: str) -> Any:
     """Return an engine that holds the module `source`, compiled; ConfigError: this machine cannot run it."""
     _prepare()
+    cpu, features = target()
     # The engine takes the target machine with it when it goes, so each has its own.
     machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten(),
+        cpu=cpu,
+        features=features,
         opt=OPTIMIZATION_LEVEL,
     )
     module = llvm.parse_assembly(source)
