@@ -67,9 +67,10 @@ class FleetPrefixes:
             if snapshot is not None:
                 self._lives[node] = life
                 await self._replace(node, snapshot)
+            is_repeated = False  # the reply to a word may be lost, and the word comes again
             if changes is not None:
                 self._lives[node] = life
-                self._directory.apply(
+                is_repeated = not self._directory.apply(
                     BlockEvent(
                         node=node,
                         epoch=changes.epoch,
@@ -80,7 +81,8 @@ class FleetPrefixes:
                         places_removed=changes.places_removed,
                     )
                 )
-            self._directory.settle(node)
+            if not is_repeated:
+                self._directory.settle(node)
             return node not in self._lives or self._directory.needs_snapshot(node)
 
     async def _replace(self, node: str, snapshot: CacheSnapshot) -> None:

@@ -58,6 +58,11 @@ class Node:
                 return float(value)
         return None
 
+    def cpu_s(self) -> float:
+        """Return the processor time that its process has taken, of all its threads."""
+        times = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
+
     def wait_until_ready(self) -> None:
         """Return once /ready says 200. RuntimeError has what the node said."""
         deadline_s = time.perf_counter() + START_TIMEOUT_S

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What going through the scheduler adds to a direct call of the same pd node: TTFT and E2E, P50 and P99.
+"""What going through the scheduler adds to a direct call of the same pd node: TTFT and E2E, P50 and P99, and processor time.
 
     scripts/bench/scheduler_overhead.py --json
     scripts/bench/scheduler_overhead.py --rate 50 --seconds 2 --rounds 1
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from prfaas.bench.load import Load, Sample
 from prfaas.bench.load_report import quantile, to_json
 from prfaas.config.traces import TraceRequest
-from scripts.bench.local_nodes import MODEL, free_port, load_now, print_json, started
+from scripts.bench.local_nodes import MODEL, Node, free_port, load_now, print_json, started
 
 PROFILE = """
 name = "fast"
@@ -49,6 +49,8 @@ source = "made up"
 """
 PERCENTS = (50, 99)
 WAYS = ("direct", "scheduler")
+PROCESSES = {"direct": "node", "scheduler": "scheduler"}
+"""Whom each way asks."""
 
 
 def arrivals(rate_rps: float, seconds: float, options: argparse.Namespace) -> list[TraceRequest]:
@@ -93,21 +95,32 @@ def compared(rounds: dict[str, list[Load]]) -> dict[str, Any]:
 
 
 def measured(
-    urls: dict[str, str], rate_rps: float, options: argparse.Namespace
-) -> dict[str, list[Load]]:
-    """Return the rounds of one rate, the ways in turns and each first as often as the other."""
+    nodes: dict[str, Node], rate_rps: float, options: argparse.Namespace
+) -> tuple[dict[str, list[Load]], dict[str, dict[str, float]]]:
+    """Return the rounds of one rate, the ways in turns and each first as often as the other.
+
+    Beside them stands what a request took of a processor in each process, by way.
+    """
     requests = arrivals(rate_rps, options.seconds, options)
     rounds: dict[str, list[Load]] = {way: [] for way in WAYS}
+    cpu_s = {way: dict.fromkeys(nodes, 0.0) for way in WAYS}
     for number in range(options.rounds):
         for way in WAYS if number % 2 == 0 else WAYS[::-1]:
-            load = load_now(urls[way], requests, max_s=4 * options.seconds + 30)
+            before_s = {name: node.cpu_s() for name, node in nodes.items()}
+            load = load_now(nodes[way].url, requests, max_s=4 * options.seconds + 30)
+            for name, node in nodes.items():
+                cpu_s[way][name] += node.cpu_s() - before_s[name]
             if not all(sample.is_done for sample in load.samples):
                 errors = to_json(load, ttft_slo_s=1.0)["errors"]
                 raise RuntimeError(
                     f"{way} at {rate_rps:g} req/s: {errors}; more than this machine carries?"
                 )
             rounds[way].append(load)
-    return rounds
+    num_requests = options.rounds * len(requests)
+    return rounds, {
+        way: {name: seconds / num_requests for name, seconds in of.items()}
+        for way, of in cpu_s.items()
+    }
 
 
 def measure(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
@@ -123,19 +136,21 @@ def measure(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]
         pd = undo.enter_context(started(work, *join))
         for node in (pd, scheduler):
             node.wait_until_ready()
-        urls = {"direct": pd.url, "scheduler": scheduler.url}
-        warm_up(urls, options)
+        nodes = {"direct": pd, "scheduler": scheduler}
+        warm_up(nodes, options)
         for rate_rps in options.rate:
-            yield found_at(rate_rps, measured(urls, rate_rps, options))
+            yield found_at(rate_rps, *measured(nodes, rate_rps, options))
 
 
-def warm_up(urls: dict[str, str], options: argparse.Namespace) -> None:
+def warm_up(nodes: dict[str, Node], options: argparse.Namespace) -> None:
     """Open connections and load what is loaded late."""
-    for url in urls.values():
-        load_now(url, arrivals(50.0, min(1.0, options.seconds), options), max_s=60.0)
+    for node in nodes.values():
+        load_now(node.url, arrivals(50.0, min(1.0, options.seconds), options), max_s=60.0)
 
 
-def found_at(rate_rps: float, rounds: dict[str, list[Load]]) -> dict[str, Any]:
+def found_at(
+    rate_rps: float, rounds: dict[str, list[Load]], cpu_s: dict[str, dict[str, float]]
+) -> dict[str, Any]:
     reports = {
         way: [to_json(load, ttft_slo_s=1.0)["generator"] for load in loads]
         for way, loads in rounds.items()
@@ -145,6 +160,9 @@ def found_at(rate_rps: float, rounds: dict[str, list[Load]]) -> dict[str, Any]:
         "num_requests": len(rounds["direct"][0].samples),
         "num_rounds": len(rounds["direct"]),
         **compared(rounds),
+        "cpu_s": {
+            way: {PROCESSES[name]: each for name, each in cpu_s[way].items()} for way in WAYS
+        },
         "generator": {
             way: {
                 "loop_lag_p99_s": max(each["loop_lag_s"]["p99"] for each in of),
@@ -165,6 +183,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
                 f"  {name.upper()} P{percent}: direct {1e3 * row['direct']:.2f} ms, through the scheduler"
                 f" {1e3 * row['scheduler']:.2f} ms, added {1e3 * row['added']:+.2f} ms ({spread})"
             )
+    for way, of_way in found["cpu_s"].items():
+        took = ", ".join(f"{name} {1e3 * each:.2f} ms" for name, each in of_way.items())
+        yield f"  a processor's time a request, {way}: {took}"
     for way, lag in found["generator"].items():
         yield (
             f"  the generator, {way}: loop late by up to {1e3 * lag['loop_lag_p99_s']:.1f} ms (P99),"

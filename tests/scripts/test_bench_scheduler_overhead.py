@@ -59,3 +59,5 @@ def test_a_small_run_compares_both_ways(capsys):
         row = found[name]
         assert row["direct"] > 0
         assert row["added"] == pytest.approx(row["scheduler"] - row["direct"])
+    assert found["cpu_s"]["scheduler"]["scheduler"] > found["cpu_s"]["direct"]["scheduler"] >= 0
+    assert found["cpu_s"]["direct"]["node"] > 0

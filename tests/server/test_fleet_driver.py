@@ -135,6 +135,24 @@ async def test_the_first_changes_of_all_need_no_snapshot():
         assert await hits(made) == {A: 2 * BLOCK_TOKENS}
 
 
+async def test_a_word_that_comes_again_does_not_count_against_what_is_expected():
+    async with world() as made:
+        asked = request(100)
+        said = message(A, changes=Changes(epoch=1, sequence=1))
+        await made.driver.heard(said)
+        await made.driver.expect([A], asked, await made.driver.keys(asked))
+        found = await hits(made)
+        assert found[A] > 0
+        for _ in range(3):
+            await made.driver.heard(said)
+            assert await hits(made) == found
+        for sequence in (2, 3):  # two new words that do not name it
+            assert await hits(made) == found
+            changes = Changes(epoch=1, sequence=sequence)
+            await made.driver.heard(message(A, changes=changes))
+        assert await hits(made) == {}
+
+
 async def test_windows_are_hits_only_at_places_that_were_named():
     async with world() as made:
         root = root_key(
