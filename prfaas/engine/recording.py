@@ -45,7 +45,7 @@ class Recordings:
 
         Args:
             held: what holds the tensors that layers compute with, for as long as this is used.
-            max_bytes: of all of them; those used longest ago go first.
+            max_bytes: of all of them; those used longest ago go first. 0: none is made.
             num_plain: forwards of a number of rows before they are recorded.
         """
         self.num_recorded = self.num_run = 0
@@ -72,7 +72,7 @@ class Recordings:
     def run(self, x_TD: Tensor, batch: Batch, layers: Layers) -> Tensor:
         """Return the stream after the layers; it is void at the next call, and `x_TD` after this."""
         num_rows = len(x_TD)
-        if not x_TD.is_cpu or num_rows > MAX_ROWS:
+        if not x_TD.is_cpu or num_rows > MAX_ROWS or not self._max_bytes:
             layers(x_TD, Rows(batch))
             return x_TD
         if self._num_threads != torch.get_num_threads():
@@ -94,7 +94,7 @@ class Recordings:
             recording = self._recorded(x_TD, layers)
         except Exception as error:  # noqa: BLE001  # a fault of the layers shows in the plain run
             self._refused.add(num_rows)
-            get_logger().info("recording.refused", rows=num_rows, reason=str(error))
+            get_logger().debug("recording.refused", rows=num_rows, reason=str(error))
             layers(x_TD, Rows(batch))
             return x_TD
         self.num_recorded += 1

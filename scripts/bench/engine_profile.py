@@ -2,8 +2,9 @@
 """Where a decode step and a prefill chunk go: torch's profiler over the engine's parts and operators.
 
 Parts are what the layers are made of; `rest` of a mixer is rope, norms of q and k, and writing KV. The
-profiler itself takes time, which `plain_ms`, the same work without it, shows. `limit_ms` is the time to read
-once the weights that a step of one sequence cannot do without, at the rate this machine reads memory.
+profiler itself takes time, which `plain_ms`, the same work without it, shows. In both layers are run part by
+part; `served_ms` is that of steps as they are served, from a recording of all layers. `limit_ms` is the time to
+read once the weights that a step of one sequence cannot do without, at the rate this machine reads memory.
 
     scripts/bench/engine_profile.py --json
 """
@@ -26,10 +27,13 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from prfaas.engine.layers.gqa import GqaMixer
+from prfaas.engine.layers.mla import MlaMixer
 from prfaas.engine.loader import load_model
 from prfaas.engine.model import Model, Segment
 from prfaas.engine.native.kernel import Kernel
 from prfaas.engine.options import EngineOptions
+from prfaas.engine.recording import NUM_PLAIN, Recordings
 from prfaas.models.store import resolve
 from prfaas.text.tokenizer import Tokenizer
 from scripts.bench.quality import windows_of
@@ -39,9 +43,11 @@ KERNEL = "kernel: "
 MIXER_SCOPES = {
     "qkv_proj": "projections",
     "o_proj": "projections",
-    "attend": "attention",
 }
+ATTENTION = "attention"
 READ_BYTES = 256 << 20
+NUM_UNTIMED = NUM_PLAIN + 1
+"""Until a step is recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,7 @@ class Profile:
     """One kind of forward; figures are of one, in the mean of those that were profiled."""
 
     name: str
+    served_ms: float
     plain_ms: float
     profiled_ms: float
     parts: list[Share]
@@ -91,6 +98,17 @@ def named_kernels() -> Iterator[None]:
         setattr(Kernel, "__call__", run)  # noqa: B010
 
 
+class ScopedAttention:
+    """A layer's attention as a part that the profiler sees."""
+
+    def __init__(self, attention: Any) -> None:
+        self._attention = attention
+
+    def of(self, *rows: torch.Tensor) -> Callable[..., Any]:
+        """Return what computes it for these rows."""
+        return scoped(ATTENTION, self._attention.of(*rows))
+
+
 def name_parts(model: Model) -> None:
     """Let the profiler see the model's parts."""
     model.embed_tokens = scoped("embedding", model.embed_tokens)  # type: ignore[assignment]
@@ -102,6 +120,8 @@ def name_parts(model: Model) -> None:
         for attribute, part in MIXER_SCOPES.items():
             if hasattr(layer.mixer, attribute):
                 setattr(layer.mixer, attribute, scoped(part, getattr(layer.mixer, attribute)))
+        if isinstance(layer.mixer, GqaMixer | MlaMixer):
+            setattr(layer.mixer, "attend", ScopedAttention(layer.mixer.attend))  # noqa: B010
         layers.append(
             replace(
                 layer,
@@ -112,14 +132,19 @@ def name_parts(model: Model) -> None:
     model.layers = tuple(layers)
 
 
-def profiled(name: str, run: Callable[[], object], num_runs: int) -> Profile:
-    """Run some times plainly, then as often under the profiler."""
-    run()
-    plain_s = []
-    for _ in range(num_runs):
+def median_ms(run: Callable[[], object], num_runs: int) -> float:
+    """Return the time of a run, after NUM_UNTIMED."""
+    times_s = []
+    for _ in range(NUM_UNTIMED + num_runs):
         began_s = time.perf_counter()
         run()
-        plain_s.append(time.perf_counter() - began_s)
+        times_s.append(time.perf_counter() - began_s)
+    return round(1e3 * statistics.median(times_s[NUM_UNTIMED:]), 3)
+
+
+def profiled(name: str, run: Callable[[], object], num_runs: int, served_ms: float) -> Profile:
+    """Run some times plainly, then as often under the profiler."""
+    plain_ms = median_ms(run, num_runs)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         began_s = time.perf_counter()
         for _ in range(num_runs):
@@ -142,7 +167,8 @@ def profiled(name: str, run: Callable[[], object], num_runs: int) -> Profile:
 
     return Profile(
         name=name,
-        plain_ms=round(1e3 * statistics.median(plain_s), 3),
+        served_ms=served_ms,
+        plain_ms=plain_ms,
         profiled_ms=round(whole_ms, 3),
         parts=[share(*each) for each in parts_of(totals, whole_ms)],
         operators=[share(*each) for each in operators],
@@ -155,7 +181,8 @@ def parts_of(
     """Yield parts that add up to the whole; (name, calls, ms)."""
     none = (0.0, 0.0)
     num_mixers, mixer_ms = totals.get("mixer", none)
-    inside = {part: totals.get(part, none) for part in dict.fromkeys(MIXER_SCOPES.values())}
+    names = [*dict.fromkeys(MIXER_SCOPES.values()), ATTENTION]
+    inside = {part: totals.get(part, none) for part in names}
     outside = {part: totals.get(part, none) for part in ("embedding", "feed-forward", "head")}
     for part, (calls, ms) in inside.items():
         yield f"mixer: {part}", calls, ms
@@ -171,8 +198,7 @@ def forwards(
     """Yield what is profiled: greedy steps behind a context, and a prompt's second chunk."""
     prompt = tokens[: args.context]
     for batch in args.batch:
-        # A step is run twice `runs` times, and once before.
-        kv = model.new_kv(capacity_tokens=args.context + 2 * args.runs + 1)
+        kv = model.new_kv(capacity_tokens=args.context + 2 * args.runs + NUM_UNTIMED)
         model.forward([Segment(kv=kv, tokens=prompt, num_logits=0)])
         kvs = [kv, *(kv.fork() for _ in range(batch - 1))]
 
@@ -218,7 +244,10 @@ def weight_bytes(model: Model) -> int:
 
 
 def lines(found: Profile, num_operators: int) -> Iterator[str]:
-    yield f"{found.name}: {found.plain_ms:.2f} ms, {found.profiled_ms:.2f} under the profiler"
+    yield (
+        f"{found.name}: {found.served_ms:.2f} ms, {found.plain_ms:.2f} without a recording, "
+        f"{found.profiled_ms:.2f} under the profiler"
+    )
     for kind, shares in (("part", found.parts), ("operator", found.operators[:num_operators])):
         yield f"  {kind:44} {'calls':>7} {'ms':>9} {'share':>7}"
         for share in shares:
@@ -248,9 +277,8 @@ def main(argv: list[str] | None = None) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
-        with torch.inference_mode(), named_kernels():
+        with torch.inference_mode():
             model = load_model(resolve(args.model), dtype=args.dtype)
-            name_parts(model)
             [tokens] = windows_of(
                 Tokenizer.load(resolve(args.model)),
                 1,
@@ -263,10 +291,15 @@ def main(argv: list[str] | None = None) -> None:
                 f" {limit_ms:.2f} ms",
                 file=output,
             )
+            served_ms = [median_ms(run, args.runs) for _, run in forwards(model, tokens, args)]
+            model.recordings = Recordings(model.layers, max_bytes=0)
+            name_parts(model)
             found = []
-            for name, run in forwards(model, tokens, args):
-                found.append(profiled(name, run, args.runs))
-                print("\n".join(lines(found[-1], args.operators)), file=output, flush=True)
+            with named_kernels():
+                forwards_ms = zip(forwards(model, tokens, args), served_ms, strict=True)
+                for (name, run), ms in forwards_ms:
+                    found.append(profiled(name, run, args.runs, ms))
+                    print("\n".join(lines(found[-1], args.operators)), file=output, flush=True)
     finally:
         torch.set_num_threads(before)
     if args.json:
