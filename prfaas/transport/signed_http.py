@@ -212,9 +212,9 @@ class AnswerLines:
         broke, UntrustedPeer for a line that is not proven.
         """
         while not self._texts:
-            with as_transfer_errors(self._address):
-                data = _read_now(self._response)
-                if not data:
+            data = _read_now(self._response)
+            if not data:
+                with as_transfer_errors(self._address):
                     async with asyncio.timeout(self._silence_s):
                         data = await _read_some(self._response)
             if not data:
