@@ -144,10 +144,6 @@ class Fleet:
             self._forget(name)
         return tuple(gone)
 
-    def is_known(self, name: str) -> bool:
-        """Return whether a node is in the fleet, dead or alive."""
-        return name in self._nodes
-
     def can_decode(self, name: str, now_s: float) -> bool:
         """Return whether a node would be given requests now, if there were no better one."""
         node = self._nodes.get(name)
