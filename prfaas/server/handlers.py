@@ -23,8 +23,8 @@ from prfaas.server.records import RecordRing
 from prfaas.types import RouteName
 
 NUM_LISTED_RECORDS = 50
-INLINE_BYTES = 1 << 12
-"""A longer body is parsed and tokenised beside the loop; this one in less than a thread takes to wake."""
+INLINE_BYTES = 1 << 11
+"""A longer body is parsed and tokenised beside the loop; this one mostly in less than a thread takes to wake."""
 
 
 class Handlers:
