@@ -387,3 +387,14 @@ def test_a_model_whose_recorded_steps_are_right_makes_recordings(family: Family)
     before = model.recordings
     model.choose_recordings()
     assert model.recordings is before
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_recording_outlives_the_mode_that_it_was_made_in(is_first: bool) -> None:
+    recordings = Recordings(HELD)
+    for number in range(NUM_PLAIN + 4):
+        with torch.inference_mode((number <= NUM_PLAIN) == is_first):
+            expected = torch.full((2, WIDTH), 0.5 + number)
+            allowed(expected, Rows(batch_at(number)))
+            assert torch.equal(ran(recordings, allowed, number), expected)
+    assert (recordings.num_recorded, recordings.num_run) == (1, 4)
