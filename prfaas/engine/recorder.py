@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from prfaas.engine.native.kernel import listening
 from prfaas.engine.native.tape import Call, Tape
@@ -259,6 +258,11 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._memory = recorder.memory
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: to skip torch's compiler, which nobody uses here, means to import it."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(tag in func.tags for tag in CHANGING):
@@ -304,7 +308,13 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, tuple | list):
+        return []
+    return [tensor for branch in tree for tensor in _tensors(branch)]
 
 
 def _lies_in(holds: Callable[[int, int], bool], tensor: Tensor) -> bool:

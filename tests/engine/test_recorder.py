@@ -1,11 +1,17 @@
 """The memory of a recording: used again once nothing sees it, and no sooner."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.engine.recorder import LINE_BYTES, Memory, NotRecordableError
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_tensor_that_is_gone_leaves_its_room() -> None:
@@ -66,3 +72,20 @@ def test_bytes_are_held_if_one_region_has_them_all(
     expected = any(low <= start and start + size <= high for low, high in regions)
     assert memory.has(start, size) == expected
     assert not memory.owns(start, size)
+
+
+@pytest.mark.slow
+def test_recording_does_not_load_torchs_compiler() -> None:
+    """Which takes longer than to load a model."""
+    code = """
+import sys
+import torch
+from prfaas.engine.recorder import Memory, Recorder
+recorder = Recorder(Memory([], 1 << 20))
+x = recorder.memory.empty((4,), (1,), torch.float32)
+with recorder.recording():
+    x.mul_(torch.empty(4))
+assert len(recorder.steps) == 1
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
