@@ -217,8 +217,9 @@ class Answerer:
                 step.index, step.piece, is_first=step.is_first, has_logprobs=job.has_logprobs
             )
             stream.add(job.head.chunk([choice], **rest))
-            if stream.is_full or not merged.has_next:
+            if stream.is_full:
                 await stream.send()
+        await stream.send()  # a client that does not take it has not got its answer
         story.finished()
         if job.includes_usage:
             stream.add(job.head.chunk([], usage=answer.usage()))
@@ -227,8 +228,11 @@ class Answerer:
     async def _next(
         self, merged: MergedGenerations, stream: EventStream
     ) -> tuple[int, TokenEvent] | None:
-        """Return the next event; comment lines go out while there is none."""
-        while self._heartbeat_s is not None and not merged.has_next:
+        """Return the next event. No wait for it begins with text unsent; comment lines go out in it."""
+        while not merged.has_next:
+            await stream.send()
+            if self._heartbeat_s is None:
+                break
             try:
                 async with asyncio.timeout(self._heartbeat_s):
                     return await merged.next()

@@ -96,10 +96,20 @@ class RunningGeneration:
     def fail(self, error: PrfaasError) -> None:
         """End the iteration with `error`, after what was put before."""
         self._events.put_nowait(error)
+        self._events.put_nowait(None)  # whoever asks behind it
+
+    def close(self) -> None:
+        """Let go of what nobody took: an error's traceback holds the frames that hold it."""
+        while not self._events.empty():
+            self._events.get_nowait()
 
     def stop_choice(self, choice_index: int) -> None:
         """End one choice early: none of its events that the client has not got follow."""
         self._stopped.add(choice_index)
+        for _ in range(self._events.qsize()):  # once round: what stays keeps its order
+            event = self._events.get_nowait()
+            if not isinstance(event, TokenEvent) or event.choice_index != choice_index:
+                self._events.put_nowait(event)
         if choice_index in self._open:
             if self.on_stop_choice is not None:
                 self.on_stop_choice(choice_index)
@@ -112,7 +122,7 @@ class RunningGeneration:
 
     @property
     def has_next(self) -> bool:
-        """The next event, or the end, is here: nobody waits for it."""
+        """What comes next, an event, an error or the end, is here: nobody waits for it."""
         return not self._events.empty()
 
     def __aiter__(self) -> Self:
@@ -121,14 +131,16 @@ class RunningGeneration:
 
     async def __anext__(self) -> TokenEvent:
         """Return the next event; one whose wait is cancelled comes at the next call."""
-        while (event := await self._events.get()) is not None:
-            if isinstance(event, PrfaasError):
+        event = await self._events.get()
+        if event is None:
+            self._events.put_nowait(None)  # whoever asks again
+            raise StopAsyncIteration
+        if isinstance(event, PrfaasError):
+            try:
                 raise event
-            if event.choice_index in self._stopped:
-                continue
-            self.record.completion_tokens += 1
-            if event.finish_reason is not None:
-                self.record.finish_reasons[event.choice_index] = event.finish_reason
-            return event
-        self._events.put_nowait(None)  # whoever asks again
-        raise StopAsyncIteration
+            finally:
+                del event  # its traceback holds this frame: a cycle with all of the request in it
+        self.record.completion_tokens += 1
+        if event.finish_reason is not None:
+            self.record.finish_reasons[event.choice_index] = event.finish_reason
+        return event

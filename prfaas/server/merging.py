@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
-from prfaas.server.failures import first_leaf
 from prfaas.server.node import Generation
 from prfaas.types import Request, TokenEvent
 
@@ -13,7 +12,7 @@ MAX_QUEUED = 64
 """Events between the engine and the client; full makes the engine's own queue fill."""
 
 Item = tuple[int, TokenEvent | Exception | None]
-"""(prompt index, event); an error ends all, None ends one."""
+"""(prompt index, event); an error ends all, and so does None, behind the last event of all."""
 
 
 class Generates(Protocol):
@@ -42,7 +41,11 @@ class MergedGenerations:
 
     @property
     def has_next(self) -> bool:
-        """Whether `next` has something to return, or raise, at once."""
+        """Whether `next` returns or raises at once; else it may wait, and the loop has a turn."""
+        return self._num_at_once < MAX_QUEUED and self._is_here
+
+    @property
+    def _is_here(self) -> bool:
         return self._only.has_next if self._only is not None else not self._queue.empty()
 
     async def next(self) -> tuple[int, TokenEvent] | None:
@@ -50,25 +53,33 @@ class MergedGenerations:
 
         Cancelling it loses no event, and the loop has its turns however many there are at once.
         """
-        self._num_at_once = self._num_at_once + 1 if self.has_next else 0
         if self._num_at_once >= MAX_QUEUED:
             self._num_at_once = 0
             await asyncio.sleep(0)
+        self._num_at_once = self._num_at_once + 1 if self._is_here else 0
         if self._only is not None:
             event = await anext(self._only, None)
             return None if event is None else (0, event)
-        while self._num_open:
-            index, item = await self._queue.get()
-            if isinstance(item, Exception):
+        index, item = await self._queue.get()
+        if item is None:
+            self._queue.put_nowait((index, None))  # whoever asks again
+            return None
+        if isinstance(item, Exception):
+            self._queue.put_nowait((index, None))
+            try:
                 raise item
-            if item is not None:
-                return index, item
-            self._num_open -= 1
-        return None
+            finally:
+                del item  # its traceback holds this frame
+        return index, item
 
     def take_only(self, generation: Generation) -> None:
         """Let a single request's events come from its generation."""
         self.generations[0] = self._only = generation
+
+    def close(self) -> None:
+        """Let go of what nobody took: an error's traceback holds the frames that hold it."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
 
     async def pump(self, node: Generates, request: Request, index: int) -> None:
         """Run one of several requests to its end."""
@@ -80,7 +91,9 @@ class MergedGenerations:
         except Exception as error:  # noqa: BLE001  raised by `next`, in the answer's own task
             await self._queue.put((index, error))
         else:
-            await self._queue.put((index, None))
+            self._num_open -= 1
+            if not self._num_open:
+                await self._queue.put((index, None))
 
 
 @asynccontextmanager
@@ -94,16 +107,22 @@ async def generate_all(
             merged.take_only(generation)
             yield merged
         return
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            pumps = [
-                tasks.create_task(merged.pump(node, request, index))
-                for index, request in enumerate(requests)
-            ]
-            try:
-                yield merged
-            finally:
-                for pump in pumps:
-                    pump.cancel()
-    except BaseExceptionGroup as group:
-        raise first_leaf(group) from None
+    failure: Exception | None = None
+    async with asyncio.TaskGroup() as tasks:
+        pumps = [
+            tasks.create_task(merged.pump(node, request, index))
+            for index, request in enumerate(requests)
+        ]
+        try:
+            yield merged
+        except Exception as error:  # noqa: BLE001  raised below: no group comes round it
+            failure = error
+        finally:
+            for pump in pumps:
+                pump.cancel()
+    merged.close()
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback holds this frame

@@ -97,7 +97,7 @@ class Generation(Protocol):
 
     @property
     def has_next(self) -> bool:
-        """The next event, or the end, is here: nobody waits for it."""
+        """What comes next, an event, an error or the end, is here: nobody waits for it."""
         ...
 
     def __aiter__(self) -> Self:

@@ -55,8 +55,6 @@ from prfaas.transport.handshake import Identity, check_compatible
 from prfaas.transport.signed_lines import LineSigner, line_key
 from prfaas.types import Request, RequestRecord, TokenEvent
 
-MAX_HELD_LINES = 64
-"""Lines that come at once go out in one write, no more of them than these."""
 INLINE_BYTES = 1 << 17
 """A longer request is read beside the loop."""
 
@@ -200,44 +198,42 @@ class NodeRoutes:
         lines: "_Lines",
         counts: StoryCounts,
     ) -> None:
-        """Say each event in a line, and the last word in the same breath as the last of them."""
+        """Say each event in a line, those that come at once in one write, the last word with them."""
         has_logits, is_told = False, False
-        held: list[GenerateLine] = []
         while (event := await self._next(merged, lines)) is not None:
             generation = directed.generation
             assert generation is not None, "an event of what has not begun"
             counts.token(event.choice_index, directed.records)
             if not is_told:
-                held.append(Story(record=generation.record))
+                lines.add(Story(record=generation.record))
                 is_told = True
             if generation.first_logits is not None and not has_logits:
-                held.append(Logits(generation.first_logits))
+                lines.add(Logits(generation.first_logits))
                 has_logits = True
-            held.append(event)
-            if directed.is_open_after(event) and (
-                len(held) >= MAX_HELD_LINES or not merged.has_next
-            ):
-                await lines.say(*held)
-                held = []
+            lines.add(event)
         generation = directed.generation
         assert generation is not None, "ended without having begun"
         if not is_told:
-            held.append(Story(record=generation.record))
+            lines.add(Story(record=generation.record))
         ended = Ended(
             record=generation.record,
             outcome=generation.route_outcome,
             hit_tokens=generation.hit_tokens,
         )
-        await lines.end(*held, ended)
+        await lines.end(ended)
 
     async def _next(self, merged: MergedGenerations, lines: "_Lines") -> TokenEvent | None:
-        """Return the next event, None after the last; says now and then that there is none yet."""
+        """Return the next event, None after the last.
+
+        No wait for it begins with lines unsent; in it, it is said now and then that there is none yet.
+        """
         while not merged.has_next:
+            await lines.send()
             try:
                 async with asyncio.timeout(ALIVE_S):
                     return _event_of(await merged.next())
             except TimeoutError:
-                await lines.say(Alive())
+                lines.add(Alive())
         return _event_of(await merged.next())
 
 
@@ -287,15 +283,9 @@ class _Directed:
             if self.generation is not None:
                 self.generation.stop_choice(choice_index)
 
-    def is_open_after(self, event: TokenEvent) -> bool:
-        """Return whether more is to come after `event`."""
-        if event.finish_reason is not None:
-            self._ended.add(event.choice_index)
-        return len(self._ended) < self.request.num_choices
-
 
 class _Lines:
-    """The answer's lines on their way; begun by the first of them."""
+    """The answer's lines on their way; begun by the first of them, sent or about to be."""
 
     def __init__(self, http: web.Request, signer: LineSigner, write_timeout_s: float) -> None:
         self.response = web.StreamResponse(headers={"X-Accel-Buffering": "no"})
@@ -303,20 +293,29 @@ class _Lines:
         self._http = http
         self._signer = signer
         self._write_timeout_s = write_timeout_s
+        self._waiting: list[GenerateLine] = []
 
     @property
     def is_begun(self) -> bool:
-        return self.response.prepared
+        """Whether there is a line: from then on a refusal can only be one, too."""
+        return self.response.prepared or bool(self._waiting)
 
-    async def say(self, *lines: GenerateLine) -> None:
-        """Send lines in one write; ClientStalled if they are not taken."""
-        await self._write(lines)
+    def add(self, line: GenerateLine) -> None:
+        """Put one line into the next write."""
+        self._waiting.append(line)
 
-    async def end(self, *lines: GenerateLine) -> None:
-        """Send the last lines and the answer's end in one write."""
-        await self._write(lines, is_last=True)
+    async def send(self) -> None:
+        """Send the lines that were added, in one write; ClientStalled if they are not taken."""
+        if self._waiting:
+            await self._write()
 
-    async def _write(self, lines: Sequence[GenerateLine], *, is_last: bool = False) -> None:
+    async def end(self, last: GenerateLine) -> None:
+        """Send what was added, the last line and the answer's end in one write."""
+        self.add(last)
+        await self._write(is_last=True)
+
+    async def _write(self, *, is_last: bool = False) -> None:
+        lines, self._waiting = self._waiting, []
         data = b"".join(self._signer.seal(encode_line(line)) for line in lines)
         try:
             async with asyncio.timeout(self._write_timeout_s):

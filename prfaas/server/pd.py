@@ -338,8 +338,8 @@ class PdNode:
 
         With `directions` they decide where it is prefilled, else this node's router does. `drawn_tokens`,
         per choice, were drawn elsewhere: the answer goes on behind them and does not repeat them. Raises
-        Overloaded where the node's mode is to answer none. The prompt's and the answer's pages are let go before the block is left, except for those
-        that the engine has in hand: within a step.
+        Overloaded where the node's mode is to answer none. The pages of prompt and answer are let go before
+        the block is left, except for those that the engine has in hand: within a step.
         """
         generation = RunningGeneration(
             self._within_context(request),
@@ -365,6 +365,7 @@ class PdNode:
         finally:
             driver.cancel()
             await asyncio.wait({driver}, timeout=CLEANUP_TIMEOUT_S)
+            generation.close()
 
     def _within_context(self, request: Request) -> Request:
         """Return the request asking for no more than the context takes, for us and for a peer."""

@@ -124,6 +124,12 @@ class Relay:
 
         Raises BadRequest, Overloaded if no node takes it, EngineError if nodes failed with it.
         """
+        try:
+            await self._run()
+        finally:
+            self._failure = None  # its traceback holds frames, and they the prompt and this relay
+
+    async def _run(self) -> None:
         self._keys = await self._driver.keys(self._request)
         self._until_s = self._clock() + self._patience_s
         while True:
@@ -279,9 +285,7 @@ class Relay:
             self._asked_id = f"{self._request.request_id}.{retries}"
         asked = GenerateRequest(
             identity=said.identity,
-            request=self._request
-            if not retries
-            else replace(self._request, request_id=self._asked_id),
+            request=replace(self._request, request_id=self._asked_id),
             drawn_tokens=self._generation.drawn_tokens if self._generation.has_drawn else (),
             ended_choices=tuple(
                 choice for choice in range(self._request.num_choices) if choice not in self._open

@@ -214,6 +214,7 @@ class SchedulerNode:
             else:
                 task.cancel()
                 await asyncio.wait({task}, timeout=CLEANUP_TIMEOUT_S)
+            generation.close()
 
     async def _drive(self, generation: RunningGeneration, relay: Relay) -> None:
         try:

@@ -54,16 +54,20 @@ class EventStream:
     async def send(self) -> None:
         """Send the events that were added, in one write."""
         if self._waiting:
-            data, self._waiting = self._waiting, bytearray()
-            await self._write(bytes(data))
+            await self._write(self._taken())
 
     async def comment(self) -> None:
-        """Send a line that clients skip, to keep proxies from timing out."""
-        await self._write(b": waiting\n\n")
+        """Send what was added and a line that clients skip, to keep proxies from timing out."""
+        await self._write(self._taken() + b": waiting\n\n")
 
     async def end(self) -> None:
         """Send what was added, `[DONE]` and the answer's end."""
-        await self._write(bytes(self._waiting) + b"data: [DONE]\n\n", is_last=True)
+        await self._write(self._taken() + b"data: [DONE]\n\n", is_last=True)
+
+    def _taken(self) -> bytes:
+        data = bytes(self._waiting)
+        self._waiting.clear()
+        return data
 
     async def _write(self, data: bytes, *, is_last: bool = False) -> None:
         try:

@@ -90,7 +90,7 @@ class FakeGeneration:
 
     @property
     def has_next(self) -> bool:
-        return bool(self._ready)
+        return bool(self._ready) or self._step >= max(map(len, self._drawn))
 
     def __aiter__(self) -> Self:
         return self

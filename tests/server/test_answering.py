@@ -1,12 +1,19 @@
 import asyncio
 import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from prfaas.errors import BadRequest, EngineError, Overloaded
+from prfaas.server.generation import RunningGeneration
+from prfaas.server.sse import ClientStalled, EventStream
+from prfaas.types import FinishReason, Request, TokenEvent
 from tests.server.fake_node import FakeNode, byte_ids, token_ids
 from tests.server.http_face import (
     CHAT,
+    TEXT,
     blocking_client,
     chat_text,
     finish_reasons,
@@ -391,3 +398,124 @@ async def test_stories_can_be_read_back():
     assert by_answer == (200, story)
     assert listed["data"] == [story]
     assert missing[0] == 404
+
+
+Drawn = tuple[int, int, str | bytes, FinishReason | None]
+"""(prompt, choice, one byte, finish reason)."""
+
+
+class BatchNode(FakeNode):
+    """Draws the first batch at once and the second when it is let."""
+
+    def __init__(self, *batches: Sequence[Drawn]) -> None:
+        super().__init__()
+        self.batches = batches
+
+    @asynccontextmanager
+    async def generate(  # type: ignore[override]
+        self, request: Request, **_options: Any
+    ) -> AsyncIterator[RunningGeneration]:
+        generation = RunningGeneration(request, clock=lambda: 0.0)
+        prompt = len(self.requests)
+        self.requests.append(request)
+
+        async def draw() -> None:
+            for index, batch in enumerate(self.batches):
+                if index:
+                    await self.release.wait()
+                for mine, choice, text, reason in batch:
+                    if mine == prompt:
+                        event = TokenEvent(
+                            request_id=request.request_id,
+                            choice_index=choice,
+                            token_id=byte_ids(text)[0],
+                            finish_reason=reason,
+                        )
+                        generation.put(event)
+
+        async with asyncio.TaskGroup() as tasks:
+            drawing = tasks.create_task(draw())
+            yield generation
+            drawing.cancel()
+
+
+@pytest.mark.parametrize("heartbeat_s", [None, 0.01])
+@pytest.mark.parametrize(
+    ("batches", "fields", "first", "rest"),
+    [
+        pytest.param(
+            [[(0, 0, "H", None), (0, 0, b"\xc3", None)], [(0, 0, b"\xa9", "length")]],
+            {},
+            {0: "H"},
+            {0: "é"},
+            id="behind it half a character",
+        ),
+        pytest.param(
+            [[(0, 0, "H", None), (0, 0, "<", None)], [(0, 0, "x", "length")]],
+            {"stop": ["<e"]},
+            {0: "H"},
+            {0: "<x"},
+            id="behind it the beginning of a stop string",
+        ),
+        pytest.param(
+            [[(0, 0, "A", "length")], [(1, 0, "B", "length")]],
+            {"prompt": ["Hi", "Ho"]},
+            {0: "A"},
+            {1: "B"},
+            id="behind it a prompt's end",
+        ),
+        pytest.param(
+            [
+                [(0, 0, "A", None), (0, 0, ".", None), (0, 0, "x", None), (0, 0, "y", None)],
+                [(0, 1, "B", "length")],
+            ],
+            {"n": 2, "stop": ["."]},
+            {0: "A"},
+            {1: "B"},
+            id="behind it what follows a stop string",
+        ),
+    ],
+)
+async def test_text_is_not_held_back_by_what_adds_none(batches, fields, first, rest, heartbeat_s):
+    node = BatchNode(*batches)
+    async with (
+        running(node, heartbeat_s=heartbeat_s) as face,
+        face.session.post(
+            face.url + "/v1/completions", json={**TEXT, **fields, "stream": True}
+        ) as response,
+    ):
+        data = b""
+        while _texts(data) != first or (heartbeat_s is not None and b": waiting" not in data):
+            data += await response.content.readany()  # waits for ever if it does not come
+        node.release.set()
+        data = await response.read()
+    assert _texts(data) == rest
+
+
+def _texts(data: bytes) -> dict[int, str]:
+    """The text of each choice of the events that came whole and have some."""
+    texts: dict[int, str] = {}
+    for line in data.decode().split("\n\n")[:-1]:
+        if line.startswith("data: {"):
+            for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                if choice["text"]:
+                    texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
+
+
+async def test_an_answer_whose_last_text_is_not_taken_is_not_finished(monkeypatch):
+    async def stalled(self: EventStream) -> None:
+        if self.is_begun:
+            raise ClientStalled("the client took nothing")
+
+    async def reached(self: EventStream) -> None:
+        raise AssertionError("text was left for the end")
+
+    monkeypatch.setattr(EventStream, "send", stalled)
+    monkeypatch.setattr(EventStream, "end", reached)
+    node = BatchNode([(0, 0, "A", "length")])
+    async with running(node) as face:
+        async with face.session.post(face.url + "/v1/completions", json={**TEXT, "stream": True}):
+            pass
+        text = face.metrics.render().decode()
+    assert 'prfaas_request_failures_total{reason="client_left"} 1.0' in text

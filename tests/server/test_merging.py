@@ -1,11 +1,12 @@
 import asyncio
+import gc
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from prfaas.errors import EngineError
+from prfaas.errors import EngineError, Overloaded
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.merging import MAX_QUEUED, MergedGenerations, generate_all
 from prfaas.types import Request, SamplingParams, TokenEvent
@@ -122,3 +123,40 @@ async def test_what_nobody_takes_is_not_drawn_without_end():
         for _ in range(3 * MAX_QUEUED):
             await asyncio.sleep(0)
         assert node.num_drawn <= MAX_QUEUED + 3
+
+
+async def test_the_end_of_one_prompt_is_nothing_that_comes_next():
+    node = FakeNode(lambda request: [byte_ids("a" if request.request_id == "a" else "xy")])
+    node.hold_at = 1
+    async with generate_all(node, [request("a", 1), request("b", 2)]) as merged:
+        first = [await merged.next() for _ in range(2)]
+        assert sorted(item[0] for item in first if item is not None) == [0, 1]
+        await node.is_holding.wait()
+        for _ in range(10):  # the first has its end now
+            await asyncio.sleep(0)
+        assert node.num_running == 1
+        assert not merged.has_next
+        node.release.set()
+        assert await drain(merged) == [(1, byte_ids("y")[0])]
+        assert merged.has_next
+
+
+async def test_prompts_that_are_all_refused_leave_nothing_to_the_collector():
+    node = FakeNode()
+
+    async def ask() -> None:
+        node.fail_before = Overloaded("full", retry_after_s=1.0)
+        with pytest.raises(Overloaded, match="full"):
+            async with generate_all(node, [request(name) for name in "abc"]) as merged:
+                await merged.next()
+        node.fail_before = None
+        node.requests.clear()
+
+    await ask()  # what is made once
+    gc.collect()
+    gc.disable()
+    try:
+        await ask()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

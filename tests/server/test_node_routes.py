@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,9 @@ from prfaas.errors import (
 )
 from prfaas.server import node_routes
 from prfaas.server.directions import Directions
+from prfaas.server.generation import RunningGeneration
 from prfaas.server.lifecycle import Lifecycle
+from prfaas.server.merging import MAX_QUEUED
 from prfaas.server.metrics import Metrics
 from prfaas.server.node_routes import NodeRoutes
 from prfaas.server.records import RecordRing
@@ -128,9 +130,12 @@ class Host:
 
 @contextlib.asynccontextmanager
 async def host(
-    key: ClusterKey | None = None, asker_key: ClusterKey | None = KEY
+    key: ClusterKey | None = None,
+    asker_key: ClusterKey | None = KEY,
+    node: DirectedFakeNode | None = None,
 ) -> AsyncIterator[Host]:
-    node, lifecycle, metrics, records = DirectedFakeNode(), Lifecycle(), Metrics(), RecordRing()
+    node = node or DirectedFakeNode()
+    lifecycle, metrics, records = Lifecycle(), Metrics(), RecordRing()
     if key is not None:
         node.gate = Gate(PeerSide(key, identity=node.identity, epoch="e" * 64))
     routes = NodeRoutes(
@@ -181,9 +186,9 @@ async def test_the_last_token_and_the_end_come_in_one_write(monkeypatch):
     written: list[int] = []
     write = node_routes._Lines._write
 
-    async def noted(self, lines, *, is_last=False):
-        written.append(len(lines))
-        await write(self, lines, is_last=is_last)
+    async def noted(self, *, is_last=False):
+        written.append(len(self._waiting))
+        await write(self, is_last=is_last)
 
     monkeypatch.setattr(node_routes._Lines, "_write", noted)
     async with host() as at:
@@ -258,6 +263,86 @@ async def test_a_node_that_has_nothing_to_say_says_that_it_is_alive(monkeypatch)
             while (text := await lines.next()) is not None:
                 told.append(parse_line(text, at.asked().request))
         assert told[-1] == Refused(kind="overloaded", message="no room", retry_after_s=2.0)
+
+
+class _RunningNode(DirectedFakeNode):
+    """Gives a generation that the test has drawn into."""
+
+    def __init__(self, draw: Callable[[RunningGeneration], None]) -> None:
+        super().__init__()
+        self.draw = draw
+        self.generation: RunningGeneration | None = None
+
+    @contextlib.asynccontextmanager
+    async def generate(  # type: ignore[override]
+        self, request: Request, **_options: Any
+    ) -> AsyncIterator[RunningGeneration]:
+        self.generation = RunningGeneration(request, clock=monotonic_s)
+        self.draw(self.generation)
+        yield self.generation
+
+
+def drawn(choice: int, token_id: int = 7) -> TokenEvent:
+    return TokenEvent(request_id="r1", choice_index=choice, token_id=token_id)
+
+
+async def test_a_stop_of_all_that_is_left_does_not_silence_the_node(monkeypatch):
+    monkeypatch.setattr(node_routes, "ALIVE_S", 0.01)
+
+    def draw(generation: RunningGeneration) -> None:
+        generation.put(drawn(1))
+        for _ in range(3 * MAX_QUEUED):
+            generation.put(drawn(0))
+
+    node = _RunningNode(draw)
+
+    async def stop_at_a_turn() -> None:
+        """Stop the choice when the answer has given the loop its first turn."""
+        await until(lambda: node.generation and node.generation.record.completion_tokens)
+        assert node.generation is not None
+        node.generation.stop_choice(0)
+
+    async with host(node=node) as at, asyncio.TaskGroup() as tasks:
+        tasks.create_task(stop_at_a_turn())
+        asked = at.asked(num_choices=2)
+        async with at.lines(asked) as lines:
+            seen: list[GenerateLine] = []
+            while Alive() not in seen:  # waits for ever if it does not come
+                text = await lines.next()
+                assert text is not None
+                seen.append(parse_line(text, asked.request))
+            assert drawn(1) in seen
+            assert node.generation is not None
+            node.generation.put(replace(drawn(1, 8), finish_reason="length"))
+            rest = []
+            while (text := await lines.next()) is not None:
+                rest.append(parse_line(text, asked.request))
+    *alive, last, ended = rest
+    assert all(line == Alive() for line in alive)
+    assert last == replace(drawn(1, 8), finish_reason="length")
+    assert isinstance(ended, Ended)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (EngineError("dead"), "engine_error"),
+        (Overloaded("dead", retry_after_s=1.0), "overloaded"),
+        (BadRequest("dead"), "bad_request"),
+    ],
+)
+async def test_what_was_drawn_before_an_error_is_told_before_it(error, kind):
+    def draw(generation: RunningGeneration) -> None:
+        for token_id in range(3):
+            generation.put(drawn(0, token_id))
+        generation.fail(error)
+
+    async with host(node=_RunningNode(draw)) as at:
+        story, *events, last = await at.answer(at.asked())
+    assert isinstance(story, Story)
+    assert events == [drawn(0, token_id) for token_id in range(3)]
+    assert isinstance(last, Refused)
+    assert (last.kind, last.message) == (kind, "dead")
 
 
 async def test_a_scheduler_that_leaves_ends_the_work():

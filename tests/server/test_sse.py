@@ -45,16 +45,17 @@ async def test_events_are_framed_one_line_each_and_end_with_done():
     assert (comment, second, done, end) == (b": waiting", b'data: {"n":1}', b"data: [DONE]", b"")
 
 
-async def test_a_number_that_json_lacks_is_never_sent():
+async def test_a_comment_takes_with_it_what_was_added():
     async def handler(request):
         stream = EventStream(request, write_timeout_s=5)
-        stream.add({"logprob": float("-inf")})
+        stream.add({"n": 1})
+        await stream.comment()
         await stream.end()
         return stream.response
 
     runner, port = await serve(handler)
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/") as got:
-        assert await got.read() == b'data: {"logprob":null}\n\ndata: [DONE]\n\n'
+        assert await got.read() == b'data: {"n":1}\n\n: waiting\n\ndata: [DONE]\n\n'
     await runner.cleanup()
 
 
