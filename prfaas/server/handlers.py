@@ -1,6 +1,7 @@
 """The routes of the roles that serve the API: completions, models, the cluster, and the stories of requests."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
@@ -13,7 +14,7 @@ from prfaas.server.answering import Answerer, Job
 from prfaas.server.body import parse_object, read_body
 from prfaas.server.cluster_body import cluster_body
 from prfaas.server.explaining import explanation_body
-from prfaas.server.jobs import Arrival, JobMaker, check_model
+from prfaas.server.jobs import Arrival, JobMaker, LongJob, check_model
 from prfaas.server.lifecycle import Lifecycle
 from prfaas.server.middleware import API_KEY, REQUEST_ID
 from prfaas.server.node import ServingNode
@@ -24,7 +25,12 @@ from prfaas.types import RouteName
 
 NUM_LISTED_RECORDS = 50
 INLINE_BYTES = 1 << 11
-"""A longer body is parsed and tokenised beside the loop; this one mostly in less than a thread takes to wake."""
+"""A longer body is parsed beside the loop; this one in less than a thread takes to wake."""
+INLINE_CHARS = 1 << 11
+"""A longer text is tokenised beside the loop."""
+
+MakeJob = Callable[[bytes, Arrival, int | None], Job]
+"""`JobMaker`'s methods."""
 
 
 class Handlers:
@@ -77,9 +83,7 @@ class Handlers:
         """POST /v1/completions."""
         return await self._complete(request, self._jobs.completion)
 
-    async def _complete(
-        self, request: web.Request, make_job: Callable[[bytes, Arrival], Job]
-    ) -> web.StreamResponse:
+    async def _complete(self, request: web.Request, make_job: MakeJob) -> web.StreamResponse:
         with self._lifecycle.admit():
             arrival = Arrival(
                 request_id=request[REQUEST_ID],
@@ -91,13 +95,17 @@ class Handlers:
                 max_bytes=self._options.max_body_bytes,
                 timeout_s=self._options.read_timeout_s,
             )
-            if len(body) <= INLINE_BYTES:
-                job = make_job(body, arrival)
-            else:
-                loop = asyncio.get_running_loop()
-                job = await loop.run_in_executor(self._executor, make_job, body, arrival)
+            job = await self._job(make_job, body, arrival)
             del body  # may be megabytes, and the answer takes long
             return await self._answerer.answer(request, job)
+
+    async def _job(self, make_job: MakeJob, body: bytes, arrival: Arrival) -> Job:
+        """Return the job of a body, made at once or, where that would hold up others, in a thread."""
+        if len(body) <= INLINE_BYTES:
+            with contextlib.suppress(LongJob):
+                return make_job(body, arrival, INLINE_CHARS)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, make_job, body, arrival, None)
 
     async def models(self, _request: web.Request) -> web.Response:
         """GET /v1/models."""

@@ -1,4 +1,4 @@
-"""Bodies made into jobs: parsed, checked, rendered, tokenised. Synchronous: runs off the loop."""
+"""Bodies made into jobs: parsed, checked, rendered, tokenised. Synchronous; long ones run off the loop."""
 
 import functools
 import hashlib
@@ -22,6 +22,10 @@ from prfaas.server.openai.requests import (
 )
 from prfaas.transport.handshake import Identity
 from prfaas.types import Request
+
+
+class LongJob(Exception):
+    """Text so long, or that a template may make so much of, that no event loop can wait for its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -60,12 +64,22 @@ class JobMaker:
             vocab_size=node.tokenizer.vocab_size, eos_ids=node.tokenizer.eos_ids
         )
 
-    def chat(self, body: bytes, arrival: Arrival) -> Job:
-        """Return the job of a /v1/chat/completions body, or raise BadRequest."""
+    def chat(self, body: bytes, arrival: Arrival, max_chars: int | None = None) -> Job:
+        """Return the job of a /v1/chat/completions body, or raise BadRequest.
+
+        With `max_chars`, LongJob for a rendered text that is longer, and for tools and calls of them: a
+        template may indent them, and a short body's are as long as one likes.
+        """
         parsed_body = self._parse_body(body)
         parsed = parse_chat(parsed_body, self._limits, self._draw_seed)
         template = self._node.chat_template
+        if max_chars is not None and (
+            parsed.tools or any("tool_calls" in message for message in parsed.messages)
+        ):
+            raise LongJob
         text = template.render(parsed.messages, tools=parsed.tools)
+        if max_chars is not None and len(text) > max_chars:
+            raise LongJob
         tokens = self._node.tokenizer.encode(text, add_bos=not template.adds_bos)
         return self._job(
             "chat",
@@ -76,10 +90,15 @@ class JobMaker:
             template_stops=template.stop_strings,
         )
 
-    def completion(self, body: bytes, arrival: Arrival) -> Job:
-        """Return the job of a /v1/completions body, or raise BadRequest."""
+    def completion(self, body: bytes, arrival: Arrival, max_chars: int | None = None) -> Job:
+        """Return the job of a /v1/completions body, or raise BadRequest.
+
+        With `max_chars`, LongJob for prompts that are longer together.
+        """
         parsed_body = self._parse_body(body)
         parsed = parse_completion(parsed_body, self._limits, self._draw_seed)
+        if max_chars is not None and sum(map(len, parsed.prompts)) > max_chars:
+            raise LongJob
         tokenizer = self._node.tokenizer
         prompts = [
             tuple(tokenizer.encode(prompt, add_bos=True)) if isinstance(prompt, str) else prompt

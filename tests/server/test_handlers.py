@@ -311,6 +311,41 @@ async def test_a_long_prompt_is_tokenised_off_the_loop():
         assert (await chat)[0] == 200
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_inline"),
+    [
+        ({}, True),
+        ({"messages": [{"role": "user", "content": "x" * 1000}]}, True),
+        ({"messages": [{"role": "user", "content": "xy" * 1000}]}, False),  # and the template's
+        ({"tools": [TOOL]}, False),
+        ({"tools": [TOOL], "tool_choice": "none"}, True),
+        ({"messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": [CALL]}]}, False),
+    ],
+)
+async def test_what_may_take_long_to_tokenise_is_left_to_a_thread(fields, is_inline):
+    node = FakeNode()
+    encode = node.tokenizer.encode
+    threads: list[threading.Thread] = []
+
+    class NotedTokenizer:
+        def __getattr__(self, name):
+            return getattr(FakeNode().tokenizer, name)
+
+        def encode(self, text, *, add_bos):
+            threads.append(threading.current_thread())
+            return encode(text, add_bos=add_bos)
+
+    node.tokenizer = NotedTokenizer()  # type: ignore[assignment]
+    async with running(node) as face:
+        status, _ = await face.chat(**fields)
+    assert status == 200
+    assert [thread is threading.current_thread() for thread in threads] == [is_inline]
+
+
 JSON_VALUE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8) | st.sampled_from(["user", "text", "none", "auto", "function"]),

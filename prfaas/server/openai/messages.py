@@ -1,5 +1,7 @@
 """Chat messages and tools, checked; content parts of type text are concatenated."""
 
+import json
+
 from prfaas.errors import BadRequest
 from prfaas.server.openai.fields import Fields, shown
 
@@ -9,6 +11,8 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_TOOLS = 128
 MAX_NAME_CHARS = 256
+MAX_DEPTH = 64
+"""Of a tool's parameters and a call's arguments: indented, JSON grows with the square of its depth."""
 
 _SPOKEN = {"role", "content", "name"}
 _KNOWN = {
@@ -105,6 +109,7 @@ def _tool_call(fields: Fields, call: object, index: int) -> Message:
     arguments = function.get("arguments", "")
     if not isinstance(arguments, str):
         raise fields.wrong(f"{name}.function.arguments", "must be a string of JSON")
+    _check_arguments(fields, f"{name}.function.arguments", arguments)
     parsed: Message = {
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
@@ -146,8 +151,34 @@ def _tool(fields: Fields, item: object, index: int) -> Message:
         raise inner.wrong("name", "is required")
     if inner.boolean("strict"):
         raise inner.wrong("strict", "cannot be honoured: answers are not constrained")
-    inner.mapping("parameters")
+    _check_depth(inner, "parameters", inner.mapping("parameters"))
     description = inner.raw("description")
     if description is not None and not isinstance(description, str):
         raise inner.wrong("description", f"must be a string, not {shown(description)}")
     return {"type": "function", "function": {**function}}
+
+
+def _check_arguments(fields: Fields, name: str, arguments: str) -> None:
+    """Raise BadRequest if a template that reads the arguments would find them nested too deeply.
+
+    Whatever else they are, the model is shown them as they are.
+    """
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return
+    except RecursionError:
+        raise fields.wrong(name, f"is nested too deeply, the limit is {MAX_DEPTH}") from None
+    _check_depth(fields, name, value)
+
+
+def _check_depth(fields: Fields, name: str, value: object) -> None:
+    """Raise BadRequest if lists and objects lie in each other more than MAX_DEPTH deep."""
+    depth, layer = 0, [value]
+    while layer := [item for item in layer if isinstance(item, dict | list)]:
+        depth += 1
+        layer = [
+            inner for item in layer for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+    if depth > MAX_DEPTH:
+        raise fields.wrong(name, f"is nested {depth} deep, the limit is {MAX_DEPTH}")

@@ -1,3 +1,6 @@
+import json
+from typing import Any
+
 import pytest
 
 from prfaas.errors import BadRequest
@@ -149,3 +152,43 @@ def test_tools_are_passed_on_unless_none_is_chosen():
 def test_tools_that_cannot_be_honoured_are_refused(fields):
     with pytest.raises(BadRequest, match="tool"):
         parse_tools(Fields(fields))
+
+
+def nested(depth: int, kind: type) -> Any:
+    """Lists or objects that lie in each other so deep."""
+    value: Any = 1
+    for _ in range(depth):
+        value = [value] if kind is list else {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+@pytest.mark.parametrize(("depth", "is_refused"), [(64, False), (65, True), (900, True)])
+def test_tools_and_calls_are_nested_to_a_limit(depth, is_refused, kind):
+    wide: dict[str, object] = {"b": [], "a": nested(depth - 1, kind), "c": 1}
+    tool = {"type": "function", "function": {"name": "f", "parameters": wide}}
+    call = {**CALL, "function": {"name": "f", "arguments": json.dumps(wide)}}
+    said = {"role": "assistant", "tool_calls": [CALL, call]}
+    if not is_refused:
+        assert parse_tools(Fields({"tools": [tool]})) == [tool]
+        assert messages(said)[0]["tool_calls"] == [CALL, call]
+        return
+    words = f"is nested {depth} deep, the limit is 64"
+    with pytest.raises(BadRequest, match=words) as error:
+        parse_tools(Fields({"tools": [TOOL, tool]}))
+    assert error.value.param == "tools[1].function.parameters"
+    with pytest.raises(BadRequest, match=words) as error:
+        messages(said)
+    assert error.value.param == "messages[0].tool_calls[1].function.arguments"
+
+
+@pytest.mark.parametrize("arguments", ["", "f(", "[" * 63, "1" * 5000, "NaN"])
+def test_arguments_that_are_no_json_are_shown_as_they_are(arguments):
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    assert messages({"role": "assistant", "tool_calls": [call]})[0]["tool_calls"] == [call]
+
+
+def test_arguments_deeper_than_a_parser_goes_are_refused():
+    call = {**CALL, "function": {"name": "f", "arguments": "[" * 100_000 + "]" * 100_000}}
+    with pytest.raises(BadRequest, match="nested too deeply, the limit is 64"):
+        messages({"role": "assistant", "tool_calls": [call]})
