@@ -12,7 +12,7 @@ from prfaas.errors import (
     UntrustedPeer,
 )
 from prfaas.transport.auth import AUTH_HEADER, PROOF_HEADER, Caller
-from prfaas.transport.fields import dump
+from prfaas.transport.fields import dump, encodable
 
 MAX_BODY_BYTES = 32 << 20
 """Of what nodes say to each other, at least, however short the API's bodies must be: the longest is a
@@ -68,7 +68,7 @@ def proven(status: int, body: bytes, caller: Caller | None) -> web.Response:
 def refuse(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
     """Return an answer that says no."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": None}
+    error = {"message": encodable(message), "type": kind, "param": None, "code": None}
     return json_answer(status, dump({"error": error}), headers)
 
 

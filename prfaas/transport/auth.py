@@ -13,6 +13,7 @@ twice. Pure: no clock, no I/O; a nonce is drawn by the caller.
 
 import hashlib
 import hmac
+import json
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal
@@ -50,9 +51,9 @@ class Hello:
     version: int = AUTH_VERSION
 
     def fingerprint(self) -> bytes:
-        """Return a hash of everything in it."""
+        """Return a hash of everything in it: of its JSON in ASCII, part of the protocol as it is."""
         fields = [self.version, self.nonce, self.epoch, self.identity.to_json()]
-        return hashlib.sha256(dump(fields)).digest()
+        return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,11 @@ _ENCODER, _DECODER = msgspec.json.Encoder(), msgspec.json.Decoder()
 
 
 def dump(value: object) -> bytes:
-    """Return compact JSON in UTF-8; what JSON has no number for becomes null."""
+    """Return compact JSON in UTF-8.
+
+    Of numbers, text, lists and objects only: what else the encoder knows, and numbers that are not
+    finite, nobody gives it. Those would be sent as null, which no field that must have a number takes.
+    """
     return _ENCODER.encode(value)
 
 
@@ -115,6 +119,11 @@ def shown(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def encodable(text: str) -> str:
+    """Return the text, with a question mark for each lone surrogate (a file's name may hold some)."""
+    return text.encode(errors="replace").decode()
 
 
 def encode_tokens(tokens: tuple[int, ...]) -> str:

@@ -20,6 +20,7 @@ from prfaas.transport.fields import (
     binary_of,
     count_of,
     dump,
+    encodable,
     encode_tokens,
     items_of,
     number_of,
@@ -227,7 +228,7 @@ def encode_line(line: GenerateLine) -> bytes:
                 {
                     "error": {
                         "kind": line.kind,
-                        "message": line.message,
+                        "message": encodable(line.message),
                         "retry_after_s": line.retry_after_s,
                         "code": line.code,
                     }

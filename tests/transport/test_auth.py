@@ -21,6 +21,7 @@ from prfaas.transport.auth import (
     parse_hello,
 )
 from prfaas.transport.cluster_key import ClusterKey
+from prfaas.transport.handshake import Identity
 from tests.transport.samples import IDENTITY
 
 SECRET = b"k" * 16
@@ -222,3 +223,25 @@ def test_strangers_cannot_fill_the_memory():
     for _ in range(MAX_CHALLENGES + 20):
         challenge(asker(), them)
     assert len(them._challenges) == MAX_CHALLENGES
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("gqa:w1024;é", "bf09ae570e0a6d6a"),
+        ('plain [64] {"a":1}\\', "2a37ddf92bfd72ff"),
+    ],
+)
+def test_what_a_hello_is_known_by_is_part_of_the_protocol(layout, expected):
+    identity = Identity(
+        model_fingerprint="a" * 64,
+        tokenizer_fingerprint="b",
+        template_fingerprint="c",
+        kv_dtype="bfloat16",
+        block_tokens=64,
+        layout=layout,
+        numerics_fingerprint="cpu; x",
+    )
+    hello = Hello(nonce="n" * 64, epoch="e" * 64, identity=identity)
+    assert hello.fingerprint().hex()[:16] == expected
+    assert parse_hello(encode_hello(hello)).fingerprint() == hello.fingerprint()

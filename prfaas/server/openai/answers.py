@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from prfaas.transport.fields import encodable
 from prfaas.types import FinishReason, RequestRecord, TokenLogprobs
 
 Json = dict[str, object]
@@ -244,18 +245,18 @@ def error_body(
     )  # fmt: skip
     return {
         "error": {
-            "message": _clean(message),
+            "message": encodable(message),
             "type": kind,
-            "param": None if param is None else _clean(param),
+            "param": None if param is None else encodable(param),
             "code": code,
         }
     }
 
 
-def _clean(text: str) -> str:
-    return text.encode(errors="replace").decode()
-
-
 def to_json(body: Json) -> bytes:
-    """Return `body` as strict JSON in UTF-8: NaN and infinities are null."""
+    """Return `body` as strict JSON in UTF-8.
+
+    Of numbers, text, lists and objects only, and of numbers that are finite: of a mistake of ours in
+    that a client would see null, never a wrong number.
+    """
     return _ENCODER.encode(body)

@@ -37,7 +37,8 @@ def test_every_error_has_all_four_keys(status):
     assert error["message"] == "m?"
 
 
-def test_numbers_that_json_lacks_are_null():
+def test_a_client_that_is_given_a_number_that_json_lacks_sees_null(our_json_is_checked):
+    our_json_is_checked.undo()
     assert to_json({"x": float("nan"), "y": [float("-inf")]}) == b'{"x":null,"y":[null]}'
 
 
