@@ -405,38 +405,32 @@ Drawn = tuple[int, int, str | bytes, FinishReason | None]
 
 
 class BatchNode(FakeNode):
-    """Draws the first batch at once and the second when it is let."""
+    """Draws the first batch as soon as all its prompts are there, and the second when it is told to."""
 
     def __init__(self, *batches: Sequence[Drawn]) -> None:
         super().__init__()
-        self.batches = batches
+        self.batches = list(batches)
+        self.generations: list[RunningGeneration] = []
 
     @asynccontextmanager
     async def generate(  # type: ignore[override]
         self, request: Request, **_options: Any
     ) -> AsyncIterator[RunningGeneration]:
-        generation = RunningGeneration(request, clock=lambda: 0.0)
-        prompt = len(self.requests)
-        self.requests.append(request)
+        self.generations.append(RunningGeneration(request, clock=lambda: 0.0))
+        if len(self.generations) == 1 + max(batch[0][0] for batch in self.batches):
+            self.draw()
+        yield self.generations[-1]
 
-        async def draw() -> None:
-            for index, batch in enumerate(self.batches):
-                if index:
-                    await self.release.wait()
-                for mine, choice, text, reason in batch:
-                    if mine == prompt:
-                        event = TokenEvent(
-                            request_id=request.request_id,
-                            choice_index=choice,
-                            token_id=byte_ids(text)[0],
-                            finish_reason=reason,
-                        )
-                        generation.put(event)
-
-        async with asyncio.TaskGroup() as tasks:
-            drawing = tasks.create_task(draw())
-            yield generation
-            drawing.cancel()
+    def draw(self) -> None:
+        for prompt, choice, text, reason in self.batches.pop(0):
+            generation = self.generations[prompt]
+            event = TokenEvent(
+                request_id=generation.request.request_id,
+                choice_index=choice,
+                token_id=byte_ids(text)[0],
+                finish_reason=reason,
+            )
+            generation.put(event)
 
 
 @pytest.mark.parametrize("heartbeat_s", [None, 0.01])
@@ -487,7 +481,7 @@ async def test_text_is_not_held_back_by_what_adds_none(batches, fields, first, r
         data = b""
         while _texts(data) != first or (heartbeat_s is not None and b": waiting" not in data):
             data += await response.content.readany()  # waits for ever if it does not come
-        node.release.set()
+        node.draw()
         data = await response.read()
     assert _texts(data) == rest
 

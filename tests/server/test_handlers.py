@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prfaas.cache.tenants import salt_of
+from prfaas.text.chat_template import ChatTemplate
 from prfaas.transport.answers import read_body
-from tests.server.fake_node import FakeNode, byte_ids
+from tests.server.fake_node import TINY_TEMPLATE, FakeNode, byte_ids
 from tests.server.http_face import CHAT, TEXT, HttpFace, finish_reasons, running, strict_json
 from tests.server.openai_schema import SCHEMAS, check, check_stream
 
@@ -316,18 +317,25 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(
-    ("fields", "is_inline"),
+    ("fields", "template", "is_inline"),
     [
-        ({}, True),
-        ({"messages": [{"role": "user", "content": "x" * 1000}]}, True),
-        ({"messages": [{"role": "user", "content": "xy" * 1000}]}, False),  # and the template's
-        ({"tools": [TOOL]}, False),
-        ({"tools": [TOOL], "tool_choice": "none"}, True),
-        ({"messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": [CALL]}]}, False),
+        ({}, TINY_TEMPLATE, True),
+        ({"messages": [{"role": "user", "content": "x" * 1000}]}, TINY_TEMPLATE, True),
+        ({"messages": [{"role": "user", "content": "x" * 3000}]}, TINY_TEMPLATE, False),
+        ({}, "{{ 'Hi ' * 700 }}", False),
+        ({"tools": [TOOL]}, TINY_TEMPLATE, False),
+        ({"tools": [TOOL], "tool_choice": "none"}, TINY_TEMPLATE, True),
+        (
+            {"messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": [CALL]}]},
+            TINY_TEMPLATE,
+            False,
+        ),
     ],
 )
-async def test_what_may_take_long_to_tokenise_is_left_to_a_thread(fields, is_inline):
+async def test_what_may_take_long_to_tokenise_is_left_to_a_thread(fields, template, is_inline):
     node = FakeNode()
+    node.max_context_tokens = 1 << 20
+    node.chat_template = ChatTemplate(template)
     encode = node.tokenizer.encode
     threads: list[threading.Thread] = []
 

@@ -1,6 +1,7 @@
 """A request is relayed whole, and a node that fails in any way costs time, never a token."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ from prfaas.cache.changes import CacheSnapshot
 from prfaas.errors import BadRequest, EngineError, IncompatiblePeer, Overloaded, PrfaasError
 from prfaas.scheduler.placing import Placement
 from prfaas.server import relay
+from prfaas.server.generation import RunningGeneration
 from prfaas.server.key_thread import INLINE_TOKENS
 from prfaas.transport.cluster_key import ClusterKey
 from prfaas.transport.fleet_messages import Ended, GenerateRequest, Refused, encode_generate_request
@@ -484,3 +486,31 @@ async def test_a_node_that_leaves_finishes_what_it_has_begun():
         assert answer.result().record.retries == 0
         await fleet.scheduler._links.sweep()
         assert not fleet.scheduler._links._retired
+
+
+@pytest.mark.parametrize("is_refused", [True, False], ids=["refused", "failed over"])
+async def test_what_nodes_failed_with_is_gone_when_its_answer_is(is_refused):
+    """Without the collector: a scheduler looks for garbage rarely, and a prompt may have megabytes."""
+
+    def living() -> int:
+        kinds = {relay.Relay, RunningGeneration}
+        return sum(type(each) in kinds for each in gc.get_objects())
+
+    async with scripted_fleet(2) as fleet:
+        asked = request(max_tokens=MAX_TOKENS)
+        failing = await first_asked(fleet, asked)
+        gc.collect()
+        num_living = living()
+        gc.disable()
+        try:
+            if is_refused:
+                for node in fleet.nodes:
+                    node.refuses = Overloaded("full", retry_after_s=0.0)
+                assert isinstance(await ended_with(fleet.host.ask(asked)), Overloaded)
+            else:
+                failing.say_at = (3, Refused(kind="engine_error", message="crash"))
+                assert (await fleet.host.ask(asked)).record.retries == 1
+            await until(lambda: not fleet.scheduler.load().num_running)
+            assert living() == num_living
+        finally:
+            gc.enable()
