@@ -130,7 +130,7 @@ class Rows:
         """Call `step` with the batch: now, or whenever what is being recorded is run.
 
         It gets at what was computed before by the tensors that it holds, and hands on what it
-        computes by writing to them.
+        computes by writing to them. What else it holds must stay as it is.
         """
         if self._batch is not None:
             step(self._batch)

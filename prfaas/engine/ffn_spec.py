@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from prfaas.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
@@ -43,6 +45,22 @@ class MoeSpec:
     """Router and experts add one (gpt-oss)."""
     latent_size: int | None = None
     """Experts work on a projection of this width (Nemotron-H)."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a choice that there is not."""
+        if self.num_groups < 1 or self.num_experts % self.num_groups:
+            raise ConfigError(
+                f"{self.num_experts} experts are not in {self.num_groups} equal groups"
+            )
+        if not 1 <= self.groups_per_token <= self.num_groups:
+            raise ConfigError(
+                f"{self.groups_per_token} of {self.num_groups} groups of experts a token"
+            )
+        selectable = self.groups_per_token * self.num_experts // self.num_groups
+        if not 1 <= self.experts_per_token <= selectable:
+            raise ConfigError(
+                f"{self.experts_per_token} experts a token, of {selectable} that can be chosen"
+            )
 
 
 FfnSpec = MlpSpec | MoeSpec

@@ -65,6 +65,7 @@ EMPTY = frozenset(
 CHANGING = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
     torch.Tag.nondeterministic_seeded,
 )
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from prfaas.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
@@ -61,3 +63,8 @@ class RopeSpec:
     """Dimensions that rotate, from the first on; None: all."""
     pairs: Literal["halves", "neighbours"] = "halves"
     """Dimension i turns with i + rotary_dim / 2 (Hugging Face) or 2i with 2i + 1 (DeepSeek)."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for frequencies that YaRN cannot stretch."""
+        if isinstance(self.scaling, YarnScaling) and self.theta <= 1:
+            raise ConfigError(f"rope_theta is {self.theta:g}: with YaRN it has to be above 1")

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -228,17 +229,22 @@ class Sampler:
 
         At least one is returned; ties go to the smallest index.
         """
+        place = (logits_N, peak, temperature)
         ways = (
             (self._mass, np.exp, _CLOSE_SHARE),
             (partial(_wide_mass, np.exp), np.exp, _CLOSE_WIDE_SHARE),
             (partial(_wide_mass, portable.exp), portable.exp, 0.0),
         )
+        ranked: _Ranked | None = None
         for mass_of, exponential, close in ways:
-            mass = mass_of(logits_N, peak, temperature)
+            mass = mass_of(*place)
             low, high = mass * (top_p - close), mass * (top_p + close)
-            nucleus = _cut(logits_N, peak, temperature, exponential, (low, high))
-            if nucleus is not None:
-                return nucleus
+            if ranked is None or ranked.exponential is not exponential or not ranked.reaches(high):
+                ranked = _ranked(*place, exponential, high)
+            first, last = np.searchsorted(ranked.sums, (low, high))
+            if first == last:
+                count = min(int(first) + 1, ranked.logits.size)
+                return _of_largest(logits_N, count, ranked.logits[count - 1])
         raise AssertionError("the last way leaves nothing open")
 
     def _mass(self, logits_N: Float32s, peak: float, temperature: float) -> float:
@@ -286,27 +292,54 @@ def _wide_mass(
     return mass
 
 
-def _cut(
+class _Ranked(NamedTuple):
+    """The logits of the most likely candidates.
+
+    Attributes:
+        logits: from the largest on.
+        sums: running sums of their weights.
+        exponential: that gave the weights.
+        is_all: there are no others.
+    """
+
+    logits: Float32s
+    sums: Float64s
+    exponential: Callable[[Float64s], Float64s]
+    is_all: bool
+
+    def reaches(self, target: float) -> bool:
+        """Return whether the sums pass the target, or nothing could add to them."""
+        return self.is_all or bool(self.sums[-1] > target)
+
+
+def _ranked(
     logits_N: Float32s,
     peak: float,
     temperature: float,
     exponential: Callable[[Float64s], Float64s],
-    targets: tuple[float, float],
-) -> Ids | None:
-    """Return the fewest most likely candidates whose mass reaches a target; None: which, matters.
+    target: float,
+) -> _Ranked:
+    """Return as many of the most likely candidates as it takes to pass the target, or all.
 
-    Only the candidates near the peak get sorted, however deep that has to be: running sums over a
-    sorted list do not depend on what follows.
+    Only those near the peak get sorted, however deep that has to be: running sums over a sorted list
+    do not depend on what follows.
     """
     depth_nats = 2.0
     while True:
-        top = np.flatnonzero(logits_N >= np.float64(peak - depth_nats * temperature))
-        weights = exponential(_scaled(logits_N[top], peak, temperature))
-        if weights.sum() > targets[1] or top.size == logits_N.size:
-            order = np.argsort(-logits_N[top], kind="stable")
-            first, last = np.searchsorted(weights[order].cumsum(), targets)
-            return top[order[: int(first) + 1]] if first == last else None
+        top = logits_N[logits_N >= np.float64(peak - depth_nats * temperature)]
+        top.sort()
+        top = top[::-1]
+        sums = exponential(_scaled(top, peak, temperature)).cumsum()
+        ranked = _Ranked(top, sums, exponential, is_all=top.size == logits_N.size)
+        if ranked.reaches(target):
+            return ranked
         depth_nats *= 1.5
+
+
+def _of_largest(logits_N: Float32s, count: int, smallest: np.float32) -> Ids:
+    """Return the indices of the `count` largest, the last of which is `smallest`, ties by the smallest index."""
+    above = np.flatnonzero(logits_N > smallest)
+    return np.concatenate((above, np.flatnonzero(logits_N == smallest)[: count - above.size]))
 
 
 def _edge(logits_V: Float32s) -> np.float32:

@@ -220,6 +220,7 @@ UNSAFE: dict[str, Layers] = {
     "a shape that depends on values": lambda x_TD, _: x_TD.add_((x_TD > 3).nonzero().numel()),
     "memory of nobody": lambda x_TD, _: add_by_kernel(x_TD, torch.tensor([[1.0] * WIDTH] * 2)),
     "a constant of nobody": lambda x_TD, _: x_TD.add_(torch.tensor([2.0])),
+    "a shape that each run would turn": lambda x_TD, _: x_TD.add_((x_TD * 2.0).t_().t_()),
     "a layer's own tensor, changed": lambda x_TD, _: x_TD.add_(WEIGHT.mul_(1.0)),
     "a name that means another tensor later": renamed,
     "a name in a name that means another tensor later": renamed_inside,

@@ -15,6 +15,7 @@ from prfaas.engine.rope import (
     rotate,
 )
 from prfaas.engine.rope_spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from prfaas.errors import ConfigError
 from tests.engine.second_device import second_device
 
 LLAMA3 = Llama3Scaling(
@@ -150,6 +151,11 @@ def test_yarn_is_transformers(scaling: YarnScaling) -> None:
     assert attention_factor(spec) == pytest.approx(factor)
     turns = RopeTable(spec, 64).at(torch.arange(9), 9)
     torch.testing.assert_close(turns.abs(), torch.full((9, 1, 32), factor), rtol=1e-6, atol=0)
+
+
+def test_yarn_needs_turns_of_different_lengths() -> None:
+    with pytest.raises(ConfigError, match="rope_theta is 1:"):
+        RopeSpec(theta=1.0, scaling=YARNS[0])
 
 
 def test_yarns_factor_leaves_dimensions_that_do_not_turn() -> None:

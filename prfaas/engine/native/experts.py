@@ -26,6 +26,7 @@ SERIAL_VALUES = 8_192
 """So many are done before other threads have woken up."""
 UNIT_ROWS = 8
 LOWEST = float("-inf")
+EMPTY = -1
 
 
 def choose_experts(
@@ -213,17 +214,20 @@ class _Row:
 
 
 class _Best:
-    """The best few of the numbers offered, best first; of equals the first offered, and NaNs before all."""
+    """The best few of the numbers offered, best first; of equals the first offered, and NaNs before all.
+
+    Nobody asks before as many were offered.
+    """
 
     def __init__(self, code: Code, count: int) -> None:
         self._code, self._count = code, count
         self._values, self.numbers = code.stack(count), code.stack(count, I64)
 
     def clear(self) -> None:
-        """Forget all; what is not offered enough gives the numbers 0, 1, ..."""
+        """Forget all."""
         for place in range(self._count):
             (self._values + place).store(self._code.real(LOWEST))
-            (self.numbers + place).store(self._code.whole(place))
+            (self.numbers + place).store(self._code.whole(EMPTY))
 
     def value(self, place: int) -> Value:
         """Return what was offered for a place."""
@@ -236,25 +240,26 @@ class _Best:
     def offer(self, x: Value, number: Value) -> None:
         """Put x in its place, if it has one."""
         code, last = self._code, self._count - 1
-        with code.when(self._is_before(x, (self._values + last).load())):
+        with code.when(self._is_before(x, code.whole(last))):
             with code.loop(0, last) as step:
                 here = code.whole(last) - step
-                above, own = (self._values + (here - 1)).load(), (self._values + here).load()
+                above = here - 1
                 moves_down = self._is_before(x, above)
                 with code.when(moves_down):
-                    self._put(here, above, (self.numbers + (here - 1)).load())
-                with code.otherwise(moves_down), code.when(self._is_before(x, own)):
+                    self._put(here, (self._values + above).load(), (self.numbers + above).load())
+                with code.otherwise(moves_down), code.when(self._is_before(x, here)):
                     self._put(here, x, number)
-            with code.when(self._is_before(x, self.value(0))):
+            with code.when(self._is_before(x, code.whole(0))):
                 self._put(code.whole(0), x, number)
 
     def _put(self, place: Value, x: Value, number: Value) -> None:
         (self._values + place).store(x)
         (self.numbers + place).store(number)
 
-    def _is_before(self, x: Value, other: Value) -> Value:
+    def _is_before(self, x: Value, place: Value) -> Value:
         is_nan = Value(self._code, self._code.builder.not_(x.equals(x).ir))
-        return (x > other) | is_nan
+        is_empty = (self.numbers + place).load().equals(EMPTY)
+        return (x > (self._values + place).load()) | is_nan | is_empty
 
 
 def _halves(code: Code, vector: Value) -> tuple[Value, Value]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from prfaas.engine.ffn_spec import MoeSpec
 from prfaas.engine.native.experts import choose_experts
+from prfaas.errors import ConfigError
 
 SOFTMAX = MoeSpec(num_experts=13, experts_per_token=3, intermediate_size=1)
 SIGMOID = MoeSpec(
@@ -104,6 +105,32 @@ def test_a_score_that_is_no_number_is_seen_in_the_weights(place: int, spec: MoeS
     chosen_TK, weights_TK = choose_experts(logits_TE, None, spec)
     assert weights_TK.isnan().any()
     assert 0 <= int(chosen_TK.min()) <= int(chosen_TK.max()) < spec.num_experts
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_expert_is_chosen_twice_where_none_can_be_wanted(spec: MoeSpec) -> None:
+    logits_TE = rows_of(spec, 20)
+    bias_E = torch.full((spec.num_experts,), float("-inf"))
+    chosen_TK, _ = choose_experts(logits_TE, bias_E, spec)
+    for chosen in chosen_TK.tolist():
+        assert len(set(chosen)) == spec.experts_per_token
+        assert all(0 <= expert < spec.num_experts for expert in chosen)
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        ({"experts_per_token": 14}, "14 experts a token, of 13"),
+        ({"experts_per_token": 0}, "0 experts a token, of 13"),
+        ({"num_groups": 2}, "13 experts are not in 2 equal groups"),
+        ({"num_groups": 0}, "13 experts are not in 0 equal groups"),
+        ({"num_groups": 13, "groups_per_token": 14}, "14 of 13 groups"),
+        ({"num_groups": 13, "groups_per_token": 2}, "3 experts a token, of 2"),
+    ],
+)
+def test_a_choice_that_there_is_not_is_refused(changes: dict[str, int], numbers: str) -> None:
+    with pytest.raises(ConfigError, match=numbers):
+        replace(SOFTMAX, **changes)
 
 
 def test_no_rows_are_no_rows() -> None:
