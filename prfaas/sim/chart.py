@@ -13,6 +13,8 @@ MORE_DASHES = ("2 3", "", "6 3", "8 3 2 3", "8 3 2 3", "8 3 2 3", "", "6 3")
 """Of the lines after the first ones, none of them on a colour that has it."""
 LEGEND_ROWS, ROW = 2, 18
 """Lines of names that HEIGHT has room for, two names each, and what one more takes."""
+MIN_SPREAD = 1e-9
+"""Of their size, by which x have to differ to be drawn apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +65,10 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def x_range(chart: Chart) -> tuple[float, float]:
-    """Return the least and the greatest x of any line; apart even if there is but one."""
+    """Return the least and the greatest x of any line; apart even if there is but one, or as good as one."""
     xs = [x for line in chart.series for x, _ in line.points]
     low, high = min(xs), max(xs)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    return (low, high) if high - low > MIN_SPREAD * max(1.0, abs(high)) else (low - 0.5, high + 0.5)
 
 
 def _chart(chart: Chart) -> Iterator[str]:

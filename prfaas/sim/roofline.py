@@ -35,7 +35,7 @@ def prefill_flops(model: ModelSpec, num_tokens: int) -> int:
 def _active(ffn: FfnSpec | None, hidden_size: int) -> int:
     if not isinstance(ffn, MoeSpec):
         return ffn_parameters(ffn, hidden_size)
-    chosen = replace(ffn, num_experts=ffn.experts_per_token)
+    chosen = replace(ffn, num_experts=ffn.experts_per_token, num_groups=1, groups_per_token=1)
     router = (ffn.num_experts - ffn.experts_per_token) * hidden_size
     return ffn_parameters(chosen, hidden_size) + router
 

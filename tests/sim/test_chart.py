@@ -6,7 +6,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prfaas.errors import ConfigError
@@ -53,6 +53,8 @@ def test_what_is_above_the_top_or_infinite_is_cut_off():
     assert lines[1][0][0] == pytest.approx(LEFT + 15 * step, abs=0.1)
 
 
+@example([(0.0, 1.0), (5e-324, 2.0)])
+@example([(1e6 - 1e-10, 1.0), (1e6, 2.0)])
 @given(
     st.lists(
         st.tuples(st.floats(0, 1e6), st.floats(0, 30) | st.just(math.inf)), min_size=1, max_size=30
