@@ -3,7 +3,8 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -370,10 +371,10 @@ def test_no_logprobs_unless_asked_for():
 # ---------------------------------------------------------------- unlike libraries
 
 
-def slightly_wrong(function, by):
+def slightly_wrong(function: Callable[..., Any], by: float) -> Callable[..., Any]:
     """What another library's function may give: right to `by`, another way for each number."""
 
-    def wrong(x, *args, **more):
+    def wrong(x: NDArray[Any], *args: Any, **more: Any) -> Any:
         right = function(x, *args, **more)
         bits = np.asarray(x, np.float64).view(np.uint64) * np.uint64(GOLDEN) >> np.uint64(62)
         error = by if right.dtype == np.float64 else 1e-6
@@ -413,7 +414,7 @@ def test_draws_of_many_kinds_are_the_same_whichever_way_last_digits_fall(monkeyp
     ]
     kinds = [{}, {"top_p": 0.4}, {"top_p": 0.95, "top_k": 3000}, {"min_p": 0.2}]
 
-    def drawn():
+    def drawn() -> list[int]:
         return [
             draw_id(row, params(temperature=1.0, seed=seed, **kind))
             for row, kind, seed in itertools.product(rows, kinds, range(3))

@@ -1,6 +1,7 @@
 """The choice of experts: ties by number, rows by themselves, weights as float64 has them."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -128,7 +129,7 @@ def test_no_expert_is_chosen_twice_where_none_can_be_wanted(spec: MoeSpec) -> No
         ({"num_groups": 13, "groups_per_token": 2}, "3 experts a token, of 2"),
     ],
 )
-def test_a_choice_that_there_is_not_is_refused(changes: dict[str, int], numbers: str) -> None:
+def test_a_choice_that_there_is_not_is_refused(changes: dict[str, Any], numbers: str) -> None:
     with pytest.raises(ConfigError, match=numbers):
         replace(SOFTMAX, **changes)
 
