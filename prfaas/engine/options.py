@@ -7,7 +7,7 @@ WeightDtype = Literal["float16", "bfloat16", "float32"]
 
 
 CPU_MIXED_CHUNK_TOKENS = 128
-"""A prompt is a third slower beside decodes than with 512, and their ITL a fifth (scripts/bench/sharing.py)."""
+"""A prompt takes a quarter longer beside decodes than with 512, and their ITL is a third (scripts/bench/sharing.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
