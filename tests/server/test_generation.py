@@ -1,6 +1,5 @@
 """What a client gets of a request: in order, at once where it is there, and nothing left behind."""
 
-import gc
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -13,6 +12,7 @@ from prfaas.errors import EngineError
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.merging import MAX_QUEUED, MergedGenerations
 from prfaas.types import Request, SamplingParams, TokenEvent
+from tests.collecting import num_left
 
 T = TypeVar("T")
 NUM_CHOICES = 3
@@ -116,11 +116,4 @@ async def test_a_failed_request_leaves_nothing_to_the_collector(
         fail(generation)
         await end(generation)
 
-    await ask()  # what is made once
-    gc.collect()
-    gc.disable()
-    try:
-        await ask()
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
+    assert await num_left(ask) == 0

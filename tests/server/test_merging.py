@@ -1,5 +1,4 @@
 import asyncio
-import gc
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,6 +9,7 @@ from prfaas.errors import EngineError, Overloaded
 from prfaas.server.generation import RunningGeneration
 from prfaas.server.merging import MAX_QUEUED, MergedGenerations, generate_all
 from prfaas.types import Request, SamplingParams, TokenEvent
+from tests.collecting import num_left
 from tests.server.fake_node import FakeNode, byte_ids
 
 
@@ -152,11 +152,4 @@ async def test_prompts_that_are_all_refused_leave_nothing_to_the_collector():
         node.fail_before = None
         node.requests.clear()
 
-    await ask()  # what is made once
-    gc.collect()
-    gc.disable()
-    try:
-        await ask()
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
+    assert await num_left(ask) == 0
